@@ -1,0 +1,65 @@
+package proxy
+
+import (
+	"net"
+	"syscall"
+
+	"shunt/splice"
+)
+
+// Bypass is what the proxy needs of the kernel path. Its methods are safe for
+// concurrent use. A nil Bypass means that every connection is copied.
+type Bypass interface {
+	// Listen announces a listening socket before anything is accepted on
+	// it. The function it returns withdraws it again, and may be called once.
+	Listen(ln *net.TCPListener) (withdraw func(), err error)
+
+	// Claim takes over what is known of an accepted connection; it is
+	// called once for each connection of an announced listener, right after
+	// accept and before a byte is read or written. A nil Candidate comes
+	// with the reason why the connection must be copied, and the kernel
+	// holds nothing of the connection any more.
+	Claim(down *net.TCPConn) (Candidate, splice.Reason)
+}
+
+// Candidate is an accepted connection whose client is on this host. Exactly
+// one of Pair and Release ends it.
+type Candidate interface {
+	// Control registers an upstream socket; it is for net.Dialer.Control,
+	// for every socket that is dialled, one after the other.
+	Control(network, address string, c syscall.RawConn) error
+
+	// Pair completes the route once the upstream is connected, before a
+	// byte is written to either connection. A nil Route comes with the
+	// reason; both connections are then ordinary TCP again. It may wait up
+	// to a few milliseconds for the upstream's end to show up.
+	Pair(up *net.TCPConn) (Route, splice.Reason)
+
+	// Release gives the candidate up: there is no upstream.
+	Release()
+}
+
+// Route is a connection on the bypass: the applications' sends land straight
+// in each other's queues, and Forward carries what still comes over TCP. The
+// receivers' TCP queues must stay empty: nothing but Forward may write to
+// either connection, and each connection is closed by the owner of the Route.
+type Route interface {
+	// Forward carries one direction until its sender has finished. It
+	// returns nil after FIN, when every byte that came over TCP was handed
+	// to the receiver, or an *splice.EndError. It doesn't pass the FIN on.
+	// Closing the connections or a deadline in the past ends it early.
+	Forward(dir splice.Direction) error
+
+	// WaitTaken blocks until dir's receiver has read every redirected byte
+	// or is gone (nil), or stop is closed (an error). FIN or RST must not
+	// be passed on to the receiver earlier: a socket that closes for good
+	// drops what is queued for it.
+	WaitTaken(dir splice.Direction, stop <-chan struct{}) error
+
+	// Stats reads the counters; cheap enough for every scrape.
+	Stats() splice.RouteStats
+
+	// Close ends the route after both connections were closed, and returns
+	// the final counters. It may be called once.
+	Close() splice.RouteStats
+}

@@ -1,0 +1,95 @@
+package proxy
+
+import (
+	"net/netip"
+	"time"
+)
+
+// Defaults of a Listener; a zero or empty field of a hand-made Listener is
+// not replaced by them, DefaultListener returns them.
+const (
+	DefaultDialTimeout       = 10 * time.Second
+	DefaultHalfOpenTimeout   = 5 * time.Minute
+	DefaultKeepAliveIdle     = 30 * time.Second
+	DefaultKeepAliveInterval = 10 * time.Second
+	DefaultKeepAliveCount    = 3
+	DefaultDrainTimeout      = 30 * time.Second
+)
+
+// BypassMode says whether a listener's connections may take the bypass.
+type BypassMode string
+
+const (
+	// BypassAuto takes it where nothing speaks against it.
+	BypassAuto BypassMode = "auto"
+	// BypassOn takes it also where redirected bytes are invisible to FIONREAD.
+	BypassOn BypassMode = "on"
+	// BypassOff never takes it.
+	BypassOff BypassMode = "off"
+)
+
+// KeepAlive sets TCP keepalive on both legs of a connection. An Idle of zero
+// or less turns it off.
+type KeepAlive struct {
+	// Idle is how long a leg may be silent before the first probe.
+	Idle time.Duration
+	// Interval is the time between probes.
+	Interval time.Duration
+	// Count is how many unanswered probes end the connection.
+	Count int
+}
+
+// Listener is one listening address and where its connections go.
+type Listener struct {
+	// Name is the listener's label in logs and metrics; unique.
+	Name string
+	// Listen is the TCP address: "127.0.0.1:7000", "[::1]:7000", ":7000" or "[::]:7000" (both dual stack).
+	Listen string
+	// Upstream is host:port; a name is resolved for each connection, and every address is tried.
+	Upstream string
+	// Bypass: see BypassMode.
+	Bypass BypassMode
+	// MaxConnections is the most live connections; 0 derives it from RLIMIT_NOFILE.
+	MaxConnections int
+	// DialTimeout bounds name resolution and connecting, over all addresses together.
+	DialTimeout time.Duration
+	// IdleTimeout ends a connection on which nothing moved in either direction; 0: none.
+	IdleTimeout time.Duration
+	// HalfOpenTimeout ends a connection of which one direction has ended and on which nothing has moved since; 0: none.
+	HalfOpenTimeout time.Duration
+	// KeepAlive is for both legs.
+	KeepAlive KeepAlive
+	// DrainTimeout bounds how long live connections may go on after Shutdown was asked for.
+	DrainTimeout time.Duration
+}
+
+// DefaultListener returns a Listener with every optional field at its default.
+func DefaultListener() Listener {
+	return Listener{
+		Bypass:          BypassAuto,
+		DialTimeout:     DefaultDialTimeout,
+		HalfOpenTimeout: DefaultHalfOpenTimeout,
+		KeepAlive:       KeepAlive{Idle: DefaultKeepAliveIdle, Interval: DefaultKeepAliveInterval, Count: DefaultKeepAliveCount},
+		DrainTimeout:    DefaultDrainTimeout,
+	}
+}
+
+// Config is what a Server runs.
+type Config struct {
+	// Listeners, at least one.
+	Listeners []Listener
+	// Admin is the admin endpoint's address, "host:port" or "unix:/path"; empty: none.
+	Admin string
+	// AccessLog writes one line for each connection at its close.
+	AccessLog bool
+	// BypassUnsupported says, where the Server has no Bypass, why not; it is shown in logs and on the admin endpoint.
+	BypassUnsupported string
+	// FIONREADWrong says that redirected bytes are invisible to FIONREAD on this kernel: listeners with BypassAuto then copy.
+	FIONREADWrong bool
+}
+
+// ListenAddr is a resolved listening address.
+type ListenAddr struct {
+	Name string
+	Addr netip.AddrPort
+}
