@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/*
+ * The few kernel structures that the programs look into, with just the members
+ * that they read. Offsets are relocated at load time from the running kernel's
+ * BTF (CO-RE), so neither order nor completeness matters here.
+ */
+#ifndef SHUNT_KERNEL_H
+#define SHUNT_KERNEL_H
+
+#define kernel_type __attribute__((preserve_access_index))
+
+typedef struct {
+	int counter;
+} atomic_t;
+
+typedef struct {
+	__s64 counter;
+} atomic64_t;
+
+struct list_head {
+	struct list_head *next;
+} kernel_type;
+
+struct sock_common {
+	unsigned char skc_state;
+	atomic64_t skc_cookie;
+} kernel_type;
+
+struct sock {
+	struct sock_common __sk_common;
+	struct {
+		atomic_t rmem_alloc;
+	} sk_backlog;
+	int sk_sndbuf;
+	__u8 sk_userlocks : 4;
+	void *sk_user_data;
+} kernel_type;
+
+struct inet_sock {
+	struct sock sk;
+} kernel_type;
+
+struct inet_connection_sock {
+	struct inet_sock icsk_inet;
+	const void *icsk_ulp_ops;
+} kernel_type;
+
+struct tcp_sock {
+	struct inet_connection_sock inet_conn;
+	__u32 write_seq;
+	_Bool is_mptcp;
+} kernel_type;
+
+/* include/linux/skmsg.h; sk_user_data of a sockmap member points to it. */
+struct sk_psock {
+	struct sock *sk;
+	__u32 apply_bytes;
+} kernel_type;
+
+struct seq_file;
+
+struct bpf_iter_meta {
+	struct seq_file *seq;
+} kernel_type;
+
+struct bpf_iter__sockmap {
+	struct bpf_iter_meta *meta;
+	void *key;
+	struct sock *sk;
+} kernel_type;
+
+#endif
