@@ -1,0 +1,57 @@
+// Package splice puts proxied TCP connections on the bypass and takes them off
+// it: the two applications' sends land straight in each other's receive
+// queues, through a BPF sockhash and an sk_msg verdict, and neither this
+// process nor the TCP stack touches the bytes.
+//
+// # How a connection gets there
+//
+// Four sockets make one connection: C, the client's; A, accepted by this
+// process; B, dialled by this process; S, the upstream's. A sock_ops program on
+// a cgroup sees each of them being established and puts it into the sockhash
+// before its owner can send or receive. Which C belongs to which A, and which S
+// to which B, is told by the connection's two initial sequence numbers, which
+// both ends know. Kernel.Claim finds what belongs to an accepted connection,
+// Candidate.Pair completes it, and Route carries it. Until Pair succeeds, and
+// whenever anything is missing, the connection is ordinary TCP, with a Reason.
+//
+// # One queue per receiver
+//
+// Redirected bytes are read before those that came over TCP. Order is kept by
+// letting everything that C and S receive be redirected, this process's own
+// writes included, from the first byte; and by redirecting an application's
+// send only while nothing that it sent before is on its way over TCP: the
+// verdict compares the sender's write_seq with the count of bytes that
+// Route.Forward has handed on (flow.forwarded, in memory shared with the
+// kernel).
+//
+// # Bounds
+//
+// A redirect is accepted however far behind the receiver is. So the verdict
+// looks at the receiver's queue and lets the send take TCP when it is over the
+// limit; Route.Forward then waits for room before it writes on, and TCP holds
+// the sender back in the ordinary way. C and S get a minimal send buffer, A and
+// B a small receive buffer, and Forward takes bytes off the socket only after
+// they were handed on: so the sender waits for the handing on, and its next
+// send finds nothing in flight and goes direct again.
+//
+// # Closing
+//
+// A socket that closes for good (both FINs, or a reset) loses what is queued
+// for it and was not read. So neither FIN nor RST may be passed on before the
+// receiver has read everything: Route.WaitTaken. When this process is killed,
+// the kernel sends its FINs at once; a receiver that has itself sent a FIN by
+// then, and not one that hasn't, loses what it had not read.
+//
+// # What is trusted
+//
+// The sequence numbers: 64 random bits that the kernel checks. Who can forge
+// them (CAP_NET_ADMIN with TCP_REPAIR, or who sees and injects into the host's
+// own traffic) can already take over the connection itself. The socket cookie:
+// unique while the machine is up; the sockhash is keyed by it, so a redirect
+// meets the right socket or none. Kernel addresses, stored at birth, are read
+// through to see how full a queue is, and what is found counts only if the
+// cookie found there is the expected one; they never choose where bytes go.
+// Slots of the shared array are used again only after a grace period
+// (membarrier), with a higher generation, and only for who holds the cookie
+// that stands in them. Other processes have no access: nothing is pinned.
+package splice
