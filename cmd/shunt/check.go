@@ -1,0 +1,55 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"text/tabwriter"
+)
+
+// configFlag declares --config.
+func configFlag(path *string) func(*flag.FlagSet) {
+	return func(fs *flag.FlagSet) {
+		fs.StringVar(path, "config", "", "`FILE` to read the configuration from; - is stdin")
+	}
+}
+
+// loadFlags parses the flags of a command that needs --config, and the file.
+// Where it returns nil, the invocation ends with code.
+func (c *command) loadFlags(args []string, s streams) (fc *fileConfig, code int) {
+	var file string
+	if code, ok := c.parse(args, s, configFlag(&file)); !ok {
+		return nil, code
+	}
+	if file == "" {
+		return nil, c.badUsage(s, "--config FILE is missing")
+	}
+	fc, err := loadConfig(file, s.in)
+	if err != nil {
+		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		return nil, exitUsage
+	}
+	return fc, exitOK
+}
+
+func checkCommand(_ context.Context, c *command, args []string, s streams) int {
+	fc, code := c.loadFlags(args, s)
+	if fc == nil {
+		return code
+	}
+	w := tabwriter.NewWriter(s.out, 0, 0, 2, ' ', 0)
+	fmt.Fprintf(w, "LISTENER\tLISTEN\tUPSTREAM\tBYPASS\n")
+	for _, l := range fc.Listeners {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", l.Name, l.Listen, l.Upstream, l.Bypass)
+	}
+	if err := w.Flush(); err != nil {
+		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		return exitFailure
+	}
+	admin := fc.Admin.Listen
+	if admin == "" {
+		admin = "off"
+	}
+	fmt.Fprintf(s.out, "admin: %s\n", admin)
+	return exitOK
+}

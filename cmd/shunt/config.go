@@ -1,0 +1,181 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"shunt/proxy"
+	"shunt/splice"
+)
+
+// fileConfig is the schema of the configuration file: a struct is a table, a
+// slice an array of tables, and the toml tags are the keys. The types are
+// what decode.go knows.
+type fileConfig struct {
+	Log       logTable        `toml:"log"`
+	Admin     adminTable      `toml:"admin"`
+	Bypass    bypassTable     `toml:"bypass"`
+	Listeners []listenerTable `toml:"listener"`
+}
+
+type logTable struct {
+	Level  string `toml:"level"`
+	Format string `toml:"format"`
+	Access bool   `toml:"access"`
+}
+
+type adminTable struct {
+	Listen string `toml:"listen"`
+}
+
+type bypassTable struct {
+	Cgroup     string   `toml:"cgroup"`
+	Verdict    string   `toml:"verdict"`
+	Window     size     `toml:"window"`
+	QueueLimit autoSize `toml:"queue_limit"`
+	MaxSockets int      `toml:"max_sockets"`
+	Require    bool     `toml:"require"`
+}
+
+type listenerTable struct {
+	Name            string         `toml:"name"`
+	Listen          string         `toml:"listen"`
+	Upstream        string         `toml:"upstream"`
+	Bypass          string         `toml:"bypass"`
+	MaxConnections  int            `toml:"max_connections"`
+	DialTimeout     time.Duration  `toml:"dial_timeout"`
+	IdleTimeout     time.Duration  `toml:"idle_timeout"`
+	HalfOpenTimeout time.Duration  `toml:"half_open_timeout"`
+	KeepAlive       keepAliveTable `toml:"keepalive"`
+	DrainTimeout    time.Duration  `toml:"drain_timeout"`
+}
+
+type keepAliveTable struct {
+	Idle     time.Duration `toml:"idle"`
+	Interval time.Duration `toml:"interval"`
+	Count    int           `toml:"count"`
+}
+
+// autoSize is a size of which zero is written "auto".
+type autoSize size
+
+// defaultFile returns the configuration of an empty file, which has no listener.
+func defaultFile() fileConfig {
+	o := splice.DefaultOptions()
+	return fileConfig{
+		Log: logTable{Level: "info", Format: "auto"},
+		Bypass: bypassTable{
+			Cgroup:     o.Cgroup,
+			Verdict:    string(o.Verdict),
+			Window:     size(o.Window),
+			QueueLimit: autoSize(o.QueueLimit),
+			MaxSockets: o.MaxSockets,
+		},
+	}
+}
+
+// defaultListener returns a [[listener]] with no key set.
+func defaultListener() listenerTable {
+	l := proxy.DefaultListener()
+	return listenerTable{
+		Bypass:          string(l.Bypass),
+		MaxConnections:  l.MaxConnections,
+		DialTimeout:     l.DialTimeout,
+		IdleTimeout:     l.IdleTimeout,
+		HalfOpenTimeout: l.HalfOpenTimeout,
+		KeepAlive:       keepAliveTable{Idle: l.KeepAlive.Idle, Interval: l.KeepAlive.Interval, Count: l.KeepAlive.Count},
+		DrainTimeout:    l.DrainTimeout,
+	}
+}
+
+// maxConfigSize is far above any configuration that a person or a generator
+// writes; it keeps a wrong file name from filling memory.
+const maxConfigSize = 4 << 20
+
+// loadConfig reads and validates the file at path; "-" is stdin. The error
+// says where in the file what is wrong.
+func loadConfig(path string, stdin io.Reader) (*fileConfig, error) {
+	name, r := path, stdin
+	if path == "-" {
+		name = "stdin"
+	} else {
+		f, err := os.Open(path)
+		if err != nil {
+			return nil, err
+		}
+		defer f.Close()
+		r = f
+	}
+	data, err := io.ReadAll(io.LimitReader(r, maxConfigSize+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(data) > maxConfigSize {
+		return nil, fmt.Errorf("%s: larger than %v: not a configuration", name, size(maxConfigSize))
+	}
+	return parseConfig(name, data)
+}
+
+// parseConfig decodes and validates data; name is what errors call the file.
+func parseConfig(name string, data []byte) (*fileConfig, error) {
+	fc := defaultFile()
+	d, err := decodeFile(name, data, &fc)
+	if err != nil {
+		return nil, err
+	}
+	for i := range fc.Listeners {
+		if l := &fc.Listeners[i]; l.Name == "" {
+			l.Name = l.Listen
+		}
+	}
+	if err := fc.validate(d); err != nil {
+		return nil, err
+	}
+	return &fc, nil
+}
+
+// proxyConfig returns what the proxy is to run.
+func (fc *fileConfig) proxyConfig() proxy.Config {
+	cfg := proxy.Config{Admin: fc.Admin.Listen, AccessLog: fc.Log.Access}
+	for _, l := range fc.Listeners {
+		cfg.Listeners = append(cfg.Listeners, proxy.Listener{
+			Name:            l.Name,
+			Listen:          l.Listen,
+			Upstream:        l.Upstream,
+			Bypass:          proxy.BypassMode(l.Bypass),
+			MaxConnections:  l.MaxConnections,
+			DialTimeout:     l.DialTimeout,
+			IdleTimeout:     l.IdleTimeout,
+			HalfOpenTimeout: l.HalfOpenTimeout,
+			KeepAlive:       proxy.KeepAlive{Idle: l.KeepAlive.Idle, Interval: l.KeepAlive.Interval, Count: l.KeepAlive.Count},
+			DrainTimeout:    l.DrainTimeout,
+		})
+	}
+	return cfg
+}
+
+// spliceOptions returns the [bypass] table; the caller sets the logger.
+func (fc *fileConfig) spliceOptions() splice.Options {
+	o := splice.DefaultOptions()
+	o.Cgroup = fc.Bypass.Cgroup
+	o.Verdict = splice.Verdict(fc.Bypass.Verdict)
+	o.Window = uint32(fc.Bypass.Window)
+	o.QueueLimit = uint32(fc.Bypass.QueueLimit)
+	o.MaxSockets = fc.Bypass.MaxSockets
+	return o
+}
+
+// wantsBypass says whether the kernel path is to be set up at all.
+func (fc *fileConfig) wantsBypass() bool {
+	if fc.Bypass.Require {
+		return true
+	}
+	for _, l := range fc.Listeners {
+		if l.Bypass != string(proxy.BypassOff) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,178 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"runtime"
+	"syscall"
+
+	"github.com/rs/zerolog"
+
+	"shunt/proxy"
+	"shunt/splice"
+)
+
+func runCommand(ctx context.Context, c *command, args []string, s streams) int {
+	fc, code := c.loadFlags(args, s)
+	if fc == nil {
+		return code
+	}
+	if err := fc.checkCgroup(); err != nil {
+		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		return exitUsage
+	}
+	if err := serve(ctx, fc, newLogger(fc.Log, s.err)); err != nil {
+		return exitFailure
+	}
+	return exitOK
+}
+
+// checkCgroup looks for the directory that the configuration names. A host
+// without cgroup2 is no fault, a wrong name is one.
+func (fc *fileConfig) checkCgroup() error {
+	if fc.Bypass.Cgroup == "" || !fc.wantsBypass() || runtime.GOOS != "linux" {
+		return nil
+	}
+	info, err := os.Stat(fc.Bypass.Cgroup)
+	if err != nil {
+		return fmt.Errorf("bypass.cgroup: %w", err)
+	}
+	if !info.IsDir() {
+		return fmt.Errorf("bypass.cgroup: %s: not a directory", fc.Bypass.Cgroup)
+	}
+	return nil
+}
+
+// serve runs the proxy until a signal or the end of ctx, and drains it. It
+// logs the error that it returns.
+func serve(ctx context.Context, fc *fileConfig, log zerolog.Logger) (err error) {
+	log.Info().Str("version", versionString()).Int("pid", os.Getpid()).Msg("shunt starts")
+	defer func() {
+		if err != nil {
+			log.Error().Err(err).Msg("shunt failed")
+		}
+	}()
+
+	// Before the bypass and the listeners come up: a signal meanwhile must not
+	// kill the process half-way.
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, syscall.SIGTERM, os.Interrupt)
+	defer signal.Stop(signals)
+
+	cfg := fc.proxyConfig()
+	kernel, err := openBypass(fc, &cfg, log)
+	if err != nil {
+		return err
+	}
+	var bypass proxy.Bypass
+	if kernel != nil {
+		// After the server is shut down: its routes live in the kernel's maps.
+		defer func() {
+			if cerr := kernel.Close(); cerr != nil {
+				log.Warn().Err(cerr).Msg("bypass not taken down cleanly")
+			}
+		}()
+		bypass = proxy.Splice(kernel)
+	}
+
+	server, err := proxy.New(cfg, bypass, log)
+	if err != nil {
+		return err
+	}
+	if err := server.Start(); err != nil {
+		return err
+	}
+	logAddresses(fc, server, log)
+
+	select {
+	case sig := <-signals:
+		log.Info().Str("signal", sig.String()).Msg("draining")
+	case <-ctx.Done():
+		log.Info().Msg("draining")
+	}
+	return drain(server, signals, log)
+}
+
+// openBypass sets up the kernel path where a listener may take it. A nil
+// Kernel without an error means that everything is copied; cfg says why.
+func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.Kernel, error) {
+	if !fc.wantsBypass() {
+		log.Info().Str("reason", "every listener has it off").Msg("bypass off")
+		return nil, nil
+	}
+	o := fc.spliceOptions()
+	o.Log = log
+	kernel, err := splice.Open(o)
+	if err != nil {
+		if fc.Bypass.Require {
+			return nil, fmt.Errorf("bypass.require is true, but the bypass is impossible: %w", err)
+		}
+		cfg.BypassUnsupported = err.Error()
+		log.Warn().Str("reason", err.Error()).Msg("bypass off")
+		return nil, nil
+	}
+	r := kernel.Report()
+	cfg.FIONREADWrong = !r.FIONREAD
+	log.Info().
+		Str("kernel", r.Kernel).
+		Str("verdict", string(r.Verdict)).
+		Str("window", fc.Bypass.Window.String()).
+		Uint64("queue_limit", r.QueueLimit).
+		Uint64("queue_budget", r.Budget).
+		Msg("bypass on")
+	if cfg.FIONREADWrong {
+		var auto []string
+		for _, l := range cfg.Listeners {
+			if l.Bypass == proxy.BypassAuto {
+				auto = append(auto, l.Name)
+			}
+		}
+		if len(auto) > 0 {
+			log.Warn().Strs("listeners", auto).
+				Str("reason", `redirected bytes are invisible to FIONREAD on this kernel; bypass = "on" takes the bypass in spite of it`).
+				Msg("bypass declined")
+		}
+	}
+	return kernel, nil
+}
+
+// logAddresses says what is open, with the ports that the kernel chose.
+func logAddresses(fc *fileConfig, server *proxy.Server, log zerolog.Logger) {
+	upstream := map[string]listenerTable{}
+	for _, l := range fc.Listeners {
+		upstream[l.Name] = l
+	}
+	for _, a := range server.Addrs() {
+		l := upstream[a.Name]
+		log.Info().Str("listener", a.Name).Str("listen", a.Addr.String()).
+			Str("upstream", l.Upstream).Str("bypass", l.Bypass).Msg("listener up")
+	}
+	if admin := server.AdminAddr(); admin != "" {
+		log.Info().Str("listen", admin).Msg("admin up")
+	}
+}
+
+// drain lets live connections finish; a second signal ends them.
+func drain(server *proxy.Server, signals <-chan os.Signal, log zerolog.Logger) error {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { done <- server.Shutdown(ctx) }()
+	for {
+		select {
+		case sig := <-signals:
+			log.Warn().Str("signal", sig.String()).Msg("ending live connections")
+			cancel()
+		case err := <-done:
+			// That connections were ended, by the bound or by the second
+			// signal, is what was asked for.
+			if err != nil && ctx.Err() == nil {
+				return fmt.Errorf("shut down: %w", err)
+			}
+			log.Info().Msg("shunt ends")
+			return nil
+		}
+	}
+}

@@ -1,0 +1,291 @@
+package main
+
+import (
+	"fmt"
+	"math"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+
+	"shunt/proxy"
+	"shunt/splice"
+)
+
+// The ranges of what a configuration may say.
+const (
+	minWindow, maxWindow         = 4 << 10, 1 << 30
+	minQueueLimit, maxQueueLimit = splice.MinQueueLimit, 1 << 30
+	minMaxSockets, maxMaxSockets = 4, 1 << 22 // four sockets make one connection
+	maxMaxConnections            = 10_000_000
+	maxDuration                  = 365 * 24 * time.Hour
+	// Linux takes TCP_KEEPIDLE and TCP_KEEPINTVL up to MAX_TCP_KEEPIDLE and
+	// MAX_TCP_KEEPINTVL, TCP_KEEPCNT up to MAX_TCP_KEEPCNT (net/tcp.h).
+	maxKeepAlive      = 32767 * time.Second
+	maxKeepAliveCount = 127
+	// sockaddr_un has 108 bytes, the last of them zero.
+	maxUnixPath = 107
+	maxName     = 100
+)
+
+// validate checks everything that one can know without opening a socket or a
+// file.
+func (fc *fileConfig) validate(d *document) error {
+	if err := fc.validateTables(d); err != nil {
+		return err
+	}
+	if len(fc.Listeners) == 0 {
+		return &configError{file: d.name, msg: "no [[listener]]: at least one is needed"}
+	}
+	var addrs []netip.AddrPort
+	for i := range fc.Listeners {
+		p := path("listener").at(i + 1)
+		l := &fc.Listeners[i]
+		addr, err := l.validate(d, p)
+		if err != nil {
+			return err
+		}
+		for j, other := range addrs {
+			if overlap(addr, other) {
+				return d.errorf(p.with("listen"), "%q is taken by listener %q (%s)", l.Listen, fc.Listeners[j].Name, fc.Listeners[j].Listen)
+			}
+			if l.Name == fc.Listeners[j].Name {
+				return d.errorf(p.with("name"), "%q is the name of listener %d already", l.Name, j+1)
+			}
+		}
+		addrs = append(addrs, addr)
+	}
+	for i := range fc.Listeners {
+		if round := loop(fc.Listeners, addrs, i); round != nil {
+			p := path("listener").at(i + 1).with("upstream")
+			if len(round) == 1 {
+				return d.errorf(p, "%q is the listener itself", fc.Listeners[i].Upstream)
+			}
+			var names []string
+			for _, j := range round {
+				names = append(names, strconv.Quote(fc.Listeners[j].Name))
+			}
+			return d.errorf(p, "connections would go round in a loop: %s and back", strings.Join(names, " -> "))
+		}
+	}
+	if admin := fc.Admin.Listen; admin != "" && !strings.HasPrefix(admin, "unix:") {
+		addr, _ := parseListen(admin)
+		for i, other := range addrs {
+			if overlap(addr, other) {
+				return d.errorf(path("admin", "listen"), "%q is taken by listener %q", admin, fc.Listeners[i].Name)
+			}
+		}
+	}
+	return nil
+}
+
+// validateTables checks what doesn't belong to a listener.
+func (fc *fileConfig) validateTables(d *document) error {
+	if err := oneOf(d, path("log", "level"), fc.Log.Level, logLevels...); err != nil {
+		return err
+	}
+	if err := oneOf(d, path("log", "format"), fc.Log.Format, logFormats...); err != nil {
+		return err
+	}
+	if admin := fc.Admin.Listen; strings.HasPrefix(admin, "unix:") {
+		file := strings.TrimPrefix(admin, "unix:")
+		if !strings.HasPrefix(file, "/") || len(file) > maxUnixPath || strings.ContainsRune(file, 0) {
+			return d.errorf(path("admin", "listen"), "%q: want unix: and an absolute path of at most %d bytes", admin, maxUnixPath)
+		}
+	} else if admin != "" {
+		if _, err := parseListen(admin); err != nil {
+			return d.errorf(path("admin", "listen"), `%v, or "unix:/path", or "" for none`, err)
+		}
+	}
+	b := &fc.Bypass
+	if b.Cgroup != "" && (!strings.HasPrefix(b.Cgroup, "/") || strings.ContainsRune(b.Cgroup, 0)) {
+		return d.errorf(path("bypass", "cgroup"), `%q: want the absolute path of a cgroup2 directory, or "" for the root`, b.Cgroup)
+	}
+	if err := oneOf(d, path("bypass", "verdict"), b.Verdict, verdicts...); err != nil {
+		return err
+	}
+	if b.Window < minWindow || b.Window > maxWindow {
+		return d.errorf(path("bypass", "window"), "%v is out of range: want %v to %v", b.Window, size(minWindow), size(maxWindow))
+	}
+	if q := size(b.QueueLimit); q != 0 && (q < minQueueLimit || q > maxQueueLimit) {
+		return d.errorf(path("bypass", "queue_limit"), `%v is out of range: want "auto", or %v to %v`, q, size(minQueueLimit), size(maxQueueLimit))
+	}
+	return within(d, path("bypass", "max_sockets"), b.MaxSockets, minMaxSockets, maxMaxSockets)
+}
+
+var (
+	verdicts    = []string{string(splice.VerdictAuto), string(splice.VerdictEvery), string(splice.VerdictWindow), string(splice.VerdictPermanent)}
+	bypassModes = []string{string(proxy.BypassAuto), string(proxy.BypassOn), string(proxy.BypassOff)}
+	logLevels   = []string{"debug", "info", "warn", "error"}
+	logFormats  = []string{"auto", "console", "json"}
+)
+
+// validate checks one listener and returns its address.
+func (l *listenerTable) validate(d *document, p keyPath) (netip.AddrPort, error) {
+	none := netip.AddrPort{}
+	if l.Listen == "" {
+		return none, d.errorf(p.with("listen"), `missing: want an address, such as "127.0.0.1:7000"`)
+	}
+	addr, err := parseListen(l.Listen)
+	if err != nil {
+		return none, d.errorf(p.with("listen"), "%v", err)
+	}
+	if len(l.Name) > maxName || strings.ContainsFunc(l.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
+		return none, d.errorf(p.with("name"), "%q: want at most %d printable characters", l.Name, maxName)
+	}
+	if l.Upstream == "" {
+		return none, d.errorf(p.with("upstream"), `missing: want host:port, such as "127.0.0.1:8000"`)
+	}
+	if err := checkUpstream(l.Upstream); err != nil {
+		return none, d.errorf(p.with("upstream"), "%v", err)
+	}
+	if err := oneOf(d, p.with("bypass"), l.Bypass, bypassModes...); err != nil {
+		return none, err
+	}
+	if err := within(d, p.with("max_connections"), l.MaxConnections, 0, maxMaxConnections); err != nil {
+		return none, err
+	}
+	for _, t := range []struct {
+		key      string
+		value    time.Duration
+		min, max time.Duration
+	}{
+		{"dial_timeout", l.DialTimeout, time.Millisecond, maxDuration},
+		{"idle_timeout", l.IdleTimeout, 0, maxDuration},
+		{"half_open_timeout", l.HalfOpenTimeout, 0, maxDuration},
+		{"drain_timeout", l.DrainTimeout, 0, maxDuration},
+	} {
+		if t.value < t.min || t.value > t.max {
+			return none, d.errorf(p.with(t.key), "%v is out of range: want %v to %v", t.value, t.min, t.max)
+		}
+	}
+	k := p.with("keepalive")
+	if v := l.KeepAlive.Idle; v != 0 && (v < time.Second || v > maxKeepAlive) {
+		return none, d.errorf(k.with("idle"), "%v is out of range: want 1s to %v, or 0s for no keepalive", v, maxKeepAlive)
+	}
+	if v := l.KeepAlive.Interval; v < time.Second || v > maxKeepAlive {
+		return none, d.errorf(k.with("interval"), "%v is out of range: want 1s to %v", v, maxKeepAlive)
+	}
+	return addr, within(d, k.with("count"), l.KeepAlive.Count, 1, maxKeepAliveCount)
+}
+
+func oneOf(d *document, p keyPath, value string, allowed ...string) error {
+	if slices.Contains(allowed, value) {
+		return nil
+	}
+	hint := ""
+	if near := nearest(strings.ToLower(value), allowed); near != "" {
+		hint = fmt.Sprintf("; did you mean %q?", near)
+	}
+	return d.errorf(p, "unknown value %q: want one of %s%s", value, strings.Join(allowed, ", "), hint)
+}
+
+func within(d *document, p keyPath, value, low, high int) error {
+	if value < low || value > high {
+		return d.errorf(p, "%d is out of range: want %d to %d", value, low, high)
+	}
+	return nil
+}
+
+const listenForm = `want an address and a port, such as "127.0.0.1:7000", "[::1]:7000" or ":7000" for all addresses`
+
+// parseListen reads a listening address. Names are refused: one can stand for
+// several addresses, of which a listener would take one by chance. Port 0 lets
+// the kernel choose. All addresses of both families are "::".
+func parseListen(s string) (netip.AddrPort, error) {
+	host, port, err := net.SplitHostPort(s)
+	if err != nil {
+		return netip.AddrPort{}, fmt.Errorf("%q: %s", s, listenForm)
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil {
+		return netip.AddrPort{}, fmt.Errorf("%q: port %q: want a number from 0 to %d", s, port, math.MaxUint16)
+	}
+	if host == "" {
+		return netip.AddrPortFrom(netip.IPv6Unspecified(), uint16(n)), nil
+	}
+	ip, err := netip.ParseAddr(host)
+	if err != nil {
+		return netip.AddrPort{}, fmt.Errorf("%q: %q is not an IP address: %s", s, host, listenForm)
+	}
+	return netip.AddrPortFrom(ip.Unmap(), uint16(n)), nil
+}
+
+// checkUpstream checks the form of host:port; the host is resolved for each
+// connection.
+func checkUpstream(s string) error {
+	host, port, err := net.SplitHostPort(s)
+	if err != nil || host == "" || strings.ContainsFunc(host, func(r rune) bool {
+		return unicode.IsSpace(r) || !unicode.IsPrint(r) || strings.ContainsRune("/@[]?#", r)
+	}) {
+		return fmt.Errorf(`%q: want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432"`, s)
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return fmt.Errorf("%q: port %q: want a number from 1 to %d", s, port, math.MaxUint16)
+	}
+	return nil
+}
+
+// overlap says whether one of two listeners would find its address in use.
+func overlap(a, b netip.AddrPort) bool {
+	if a.Port() != b.Port() || a.Port() == 0 {
+		return false
+	}
+	covers := func(a, b netip.Addr) bool {
+		return a.IsUnspecified() && (a.Is6() || b.Is4())
+	}
+	return a.Addr() == b.Addr() || covers(a.Addr(), b.Addr()) || covers(b.Addr(), a.Addr())
+}
+
+// loop follows the upstreams from listener i as far as they are other
+// listeners by address. It returns the round that leads back to i, or nil.
+func loop(ls []listenerTable, addrs []netip.AddrPort, i int) []int {
+	var round []int
+	for at := i; len(round) < len(ls); {
+		round = append(round, at)
+		next := slices.IndexFunc(addrs, func(a netip.AddrPort) bool { return reaches(ls[at].Upstream, a) })
+		if next < 0 {
+			return nil
+		}
+		if next == i {
+			return round
+		}
+		at = next
+	}
+	return nil
+}
+
+// reaches says whether dialling upstream arrives at a listener on addr, as far
+// as one can tell from the text.
+func reaches(upstream string, addr netip.AddrPort) bool {
+	host, port, err := net.SplitHostPort(upstream)
+	if err != nil || port != strconv.Itoa(int(addr.Port())) {
+		return false
+	}
+	v4, v6 := netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()
+	var dialled []netip.Addr
+	if host == "localhost" {
+		dialled = []netip.Addr{v4, v6}
+	} else if ip, err := netip.ParseAddr(host); err == nil {
+		switch ip = ip.Unmap(); {
+		case !ip.IsUnspecified():
+			dialled = []netip.Addr{ip}
+		case ip.Is4(): // the unspecified address dials this host
+			dialled = []netip.Addr{v4}
+		default:
+			dialled = []netip.Addr{v6}
+		}
+	}
+	for _, ip := range dialled {
+		switch at := addr.Addr(); {
+		case at == ip:
+			return true
+		case at.IsUnspecified() && ip.IsLoopback() && (at.Is6() || ip.Is4()):
+			return true
+		}
+	}
+	return false
+}
