@@ -14,6 +14,14 @@ import (
 	"shunt/splice"
 )
 
+// Messages that the demo waits for in the log of the shunt that it runs.
+const (
+	msgBypassOn   = "bypass on"
+	msgBypassOff  = "bypass off"
+	msgListenerUp = "listener up"
+	msgAdminUp    = "admin up"
+)
+
 func runCommand(ctx context.Context, c *command, args []string, s streams) int {
 	fc, code := c.loadFlags(args, s)
 	if fc == nil {
@@ -99,7 +107,7 @@ func serve(ctx context.Context, fc *fileConfig, log zerolog.Logger) (err error) 
 // Kernel without an error means that everything is copied; cfg says why.
 func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.Kernel, error) {
 	if !fc.wantsBypass() {
-		log.Info().Str("reason", "every listener has it off").Msg("bypass off")
+		log.Info().Str("reason", "every listener has it off").Msg(msgBypassOff)
 		return nil, nil
 	}
 	o := fc.spliceOptions()
@@ -110,7 +118,7 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 			return nil, fmt.Errorf("bypass.require is true, but the bypass is impossible: %w", err)
 		}
 		cfg.BypassUnsupported = err.Error()
-		log.Warn().Str("reason", err.Error()).Msg("bypass off")
+		log.Warn().Str("reason", err.Error()).Msg(msgBypassOff)
 		return nil, nil
 	}
 	r := kernel.Report()
@@ -121,7 +129,7 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 		Str("window", fc.Bypass.Window.String()).
 		Uint64("queue_limit", r.QueueLimit).
 		Uint64("queue_budget", r.Budget).
-		Msg("bypass on")
+		Msg(msgBypassOn)
 	if cfg.FIONREADWrong {
 		var auto []string
 		for _, l := range cfg.Listeners {
@@ -147,10 +155,10 @@ func logAddresses(fc *fileConfig, server *proxy.Server, log zerolog.Logger) {
 	for _, a := range server.Addrs() {
 		l := upstream[a.Name]
 		log.Info().Str("listener", a.Name).Str("listen", a.Addr.String()).
-			Str("upstream", l.Upstream).Str("bypass", l.Bypass).Msg("listener up")
+			Str("upstream", l.Upstream).Str("bypass", l.Bypass).Msg(msgListenerUp)
 	}
 	if admin := server.AdminAddr(); admin != "" {
-		log.Info().Str("listen", admin).Msg("admin up")
+		log.Info().Str("listen", admin).Msg(msgAdminUp)
 	}
 }
 
