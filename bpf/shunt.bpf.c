@@ -647,6 +647,7 @@ struct sight {
 	__u32 left;   /* psock->apply_bytes */
 	__u32 state;  /* 0: the socket is gone */
 	__u32 member; /* in a sockmap, ours or another's */
+	__u64 granted; /* of the sender's flow, at the same time as left; the iterator only */
 };
 
 static __always_inline void look(struct sight *v, struct sock *sk)
@@ -683,12 +684,28 @@ int survey(struct bpf_iter__sockmap *ctx)
 	struct seq_file *seq = ctx->meta->seq;
 	struct sock *sk = ctx->sk;
 	struct sight v = {};
+	struct member *me;
+	struct pair *p;
 
 	if (!sk || !ctx->key)
 		return 0;
 	v.cookie = BPF_CORE_READ(sk, __sk_common.skc_cookie.counter);
 	v.addr = (__u64)sk;
-	look(&v, sk);
+	me = bpf_sk_storage_get(&members, sk, 0, 0);
+	p = me ? membership(me) : 0;
+	if (p && (me->role == ROLE_C || me->role == ROLE_S)) {
+		volatile __u64 *granted = &p->flow[me->role == ROLE_S].granted;
+
+		/* A window may be granted in between, on another processor. */
+		for (int i = 0; i < 4; i++) {
+			v.granted = *granted;
+			look(&v, sk);
+			if (v.granted == *granted)
+				break;
+		}
+	} else {
+		look(&v, sk);
+	}
 	bpf_seq_write(seq, &v, sizeof(v));
 	return 0;
 }

@@ -100,13 +100,14 @@ const (
 )
 
 type ShuntSight struct {
-	_      structs.HostLayout
-	Cookie uint64
-	Addr   uint64
-	Queued uint32
-	Left   uint32
-	State  uint32
-	Member uint32
+	_       structs.HostLayout
+	Cookie  uint64
+	Addr    uint64
+	Queued  uint32
+	Left    uint32
+	State   uint32
+	Member  uint32
+	Granted uint64
 }
 
 type ShuntWhy uint32

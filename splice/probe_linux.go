@@ -1,0 +1,173 @@
+package splice
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"shunt/bpf"
+)
+
+// Probe does everything that Open does, and takes it down again. The kernel
+// needs: bounded queues, that is redirected bytes counted in sk_rmem_alloc
+// (6.1.123, 6.6.69, 6.12.8, 6.13 and later). The report is never nil.
+func Probe(o Options) *Report {
+	k, r := open(o)
+	if k != nil {
+		k.Close()
+	}
+	if o.Verdict != VerdictPermanent && r.Possible {
+		r.add("verdict permanent", false, probePermanent(o), "works here")
+	}
+	return r
+}
+
+// open is Open, with the report also where it does not work out.
+func open(o Options) (*Kernel, *Report) {
+	release, v := kernelRelease()
+	k := &Kernel{
+		opt:     o,
+		locals:  map[[16]byte]bool{},
+		listens: map[bpf.ShuntListenKey][]bpf.ShuntListenValue{},
+		routes:  map[*Route]struct{}{},
+		fresh:   map[*Route]struct{}{},
+		stalled: map[stallKey]time.Time{},
+		report:  Report{Kernel: release, QueueLimit: uint64(o.QueueLimit)},
+	}
+	r := &k.report
+	k.budget = budgetOf()
+	r.Budget = k.budget
+	if o.QueueLimit == 0 {
+		r.QueueLimit = MaxQueueLimit
+	}
+	safe := windowIsSafe(v)
+	r.Verdict = o.Verdict
+	if o.Verdict == VerdictAuto || o.Verdict == "" {
+		r.Verdict = VerdictEvery
+		if safe {
+			r.Verdict = VerdictWindow
+		}
+	}
+	switch r.Verdict {
+	case VerdictEvery:
+		k.mode = bpf.ShuntModeMODE_EVERY
+	case VerdictWindow:
+		k.mode = bpf.ShuntModeMODE_WINDOW
+	case VerdictPermanent:
+		k.mode = bpf.ShuntModeMODE_PERMANENT
+	default:
+		r.add("options", true, fmt.Errorf("unknown verdict %q", o.Verdict), "")
+		return nil, r
+	}
+
+	fail := func() (*Kernel, *Report) {
+		rep := *r
+		k.Close()
+		return nil, &rep
+	}
+	checkCapabilities(r)
+	cgroup, at, err := openCgroup(o.Cgroup)
+	if cgroup != nil {
+		defer cgroup.Close()
+	}
+	r.add("cgroup2", true, err, at)
+	if !r.add("load programs", true, plain(k.load()), "verdict, sock_ops, sock_release, setsockopt, inspect and iterator accepted") || cgroup == nil {
+		return fail()
+	}
+	if !r.add("attach", true, plain(k.attach(cgroup)), "attached to "+at) {
+		return fail()
+	}
+	if !r.add("addresses", true, k.refreshLocals(), fmt.Sprintf("%d addresses of this host", len(k.locals))) {
+		return fail()
+	}
+	if !k.selfTest(r, cgroup) {
+		return fail()
+	}
+	var windowErr error
+	if !safe {
+		windowErr = fmt.Errorf("%s is not known to have the fix of CVE-2026-74589 (%s), so \"auto\" means \"every\"", release, fixedReleases())
+	}
+	r.add("verdict window", false, windowErr, release+" has the fix of CVE-2026-74589")
+	r.Possible = true
+	k.start()
+	return k, r
+}
+
+func fixedReleases() string {
+	var b strings.Builder
+	for _, f := range windowFixed {
+		fmt.Fprintf(&b, "%d.%d.%d, ", f[0], f[1], f[2])
+	}
+	return b.String() + "7.2"
+}
+
+// probePermanent tries the flag on a route of its own: a kernel without it
+// fails every later send on the socket.
+func probePermanent(o Options) error {
+	o.Verdict = VerdictPermanent
+	k, r := open(o)
+	if k == nil {
+		return errors.New(r.Reason)
+	}
+	return k.Close()
+}
+
+// plain makes one readable line of the loader's errors.
+func plain(err error) error {
+	if err == nil {
+		return nil
+	}
+	var ve *ebpf.VerifierError
+	if errors.As(err, &ve) && len(ve.Log) > 0 {
+		return fmt.Errorf("refused by the verifier: %w (%s)", ve.Cause, strings.TrimSpace(ve.Log[len(ve.Log)-1]))
+	}
+	if errors.Is(err, unix.EPERM) {
+		return fmt.Errorf("%w (missing capability, or seccomp forbids bpf(2))", err)
+	}
+	return err
+}
+
+// neededCaps are the capabilities of the bypass and what each is for.
+var neededCaps = []struct {
+	name string
+	bit  uint
+	why  string
+}{
+	{"CAP_BPF", unix.CAP_BPF, "maps and programs"},
+	{"CAP_NET_ADMIN", unix.CAP_NET_ADMIN, "the verdict and the cgroup programs"},
+	{"CAP_PERFMON", unix.CAP_PERFMON, "reading the receiver's queue"},
+}
+
+func checkCapabilities(r *Report) {
+	eff, err := effectiveCaps()
+	for _, c := range neededCaps {
+		cerr := err
+		// CAP_SYS_ADMIN stands for the other two in the kernel's checks.
+		if cerr == nil && eff&(1<<c.bit) == 0 && (c.bit == unix.CAP_NET_ADMIN || eff&(1<<unix.CAP_SYS_ADMIN) == 0) {
+			cerr = fmt.Errorf("missing; it is for %s", c.why)
+		}
+		r.add(c.name, true, cerr, "there, for "+c.why)
+	}
+}
+
+func effectiveCaps() (uint64, error) {
+	b, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return 0, err
+	}
+	_, rest, ok := strings.Cut(string(b), "CapEff:")
+	if !ok {
+		return 0, errors.New("no CapEff in /proc/self/status")
+	}
+	f := strings.Fields(rest)
+	if len(f) == 0 {
+		return 0, errors.New("empty CapEff in /proc/self/status")
+	}
+	return strconv.ParseUint(f[0], 16, 64)
+}

@@ -1,0 +1,358 @@
+package splice
+
+import (
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"shunt/bpf"
+)
+
+// bufSize is what Forward takes at a time; more than A's receive buffer.
+const bufSize = 64 << 10
+
+var buffers = sync.Pool{New: func() any { b := make([]byte, bufSize); return &b }}
+
+// errStopped is WaitTaken's error when it was told to stop.
+var errStopped = errors.New("stopped")
+
+// Route is a connection on the bypass. It keeps both connections referenced.
+// Forward may run once for each direction, concurrently with everything else.
+type Route struct {
+	k        *Kernel
+	slot     uint32
+	p        *bpf.ShuntPair
+	down, up *net.TCPConn
+	downAddr netip.AddrPort
+	upAddr   netip.AddrPort
+	cookie   [4]uint64
+	addr     [4]uint64
+
+	waits [2]atomic.Uint64
+	high  [2]atomic.Uint64 // bypassed bytes shown so far
+
+	// Of the watch goroutine alone.
+	taken  [2]bool
+	said   [2]bool
+	sentAt [2]time.Time
+
+	final atomic.Pointer[RouteStats]
+}
+
+// sender and receiver are a direction's application sockets.
+func (r *Route) sender(d Direction) bpf.ShuntRole {
+	if d == Up {
+		return bpf.ShuntRoleROLE_C
+	}
+	return bpf.ShuntRoleROLE_S
+}
+
+func (r *Route) receiver(d Direction) bpf.ShuntRole { return r.sender(1 - d) }
+
+func (r *Route) stallKey(d Direction) stallKey {
+	if d == Up {
+		return stallKey{Up, r.upAddr}
+	}
+	return stallKey{Down, netip.AddrPortFrom(r.downAddr.Addr(), 0)}
+}
+
+// legs are the connection that a direction is read from and the one that it is written to.
+func (r *Route) legs(d Direction) (src, dst *net.TCPConn) {
+	if d == Up {
+		return r.down, r.up
+	}
+	return r.up, r.down
+}
+
+// Forward carries what one direction's sender sends over TCP, until it has
+// finished: nil after FIN, when every such byte is in the receiver's queue.
+// The FIN itself is not passed on. Otherwise the error is an *EndError.
+// Closing the connections ends it early.
+//
+// Bytes are taken off the socket only after they were handed on and counted:
+// the acknowledgement then wakes the sender, and its next send finds nothing in flight.
+func (r *Route) Forward(d Direction) error {
+	src, dst := r.legs(d)
+	rc, err := src.SyscallConn()
+	if err != nil {
+		return &EndError{Err: err}
+	}
+	flow := &r.p.Flow[d]
+	var buf *[]byte
+	defer func() {
+		if buf != nil {
+			buffers.Put(buf)
+		}
+	}()
+	for {
+		var n int
+		var rerr error
+		err := rc.Read(func(fd uintptr) bool {
+			if buf == nil {
+				buf = buffers.Get().(*[]byte)
+			}
+			for {
+				n, _, rerr = unix.Recvfrom(int(fd), *buf, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+				if rerr != unix.EINTR {
+					break
+				}
+			}
+			if rerr == unix.EAGAIN {
+				buffers.Put(buf)
+				buf = nil
+				return false
+			}
+			return true
+		})
+		if err == nil {
+			err = rerr
+		}
+		if err != nil {
+			return &EndError{Err: err}
+		}
+		if n == 0 {
+			return nil
+		}
+		if err := r.hand(d, dst, (*buf)[:n]); err != nil {
+			return &EndError{Write: true, Err: err}
+		}
+		atomic.AddUint64(&flow.Forwarded, uint64(n))
+		if err := discard(src, n); err != nil {
+			return &EndError{Err: err}
+		}
+	}
+}
+
+// hand writes b, which the verdict redirects into the receiver's queue. There
+// must be room first: the kernel would take it in any case.
+func (r *Route) hand(d Direction, dst *net.TCPConn, b []byte) error {
+	for len(b) > 0 {
+		if err := r.waitRoom(d); err != nil {
+			return err
+		}
+		n, err := dst.Write(b)
+		b = b[n:]
+		if errors.Is(err, unix.ENOMEM) {
+			// The kernel's TCP memory is short; a redirect says so instead of waiting.
+			r.waits[d].Add(1)
+			time.Sleep(5 * time.Millisecond)
+			continue
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// discard takes n bytes that are there off the socket, without copying them.
+func discard(src *net.TCPConn, n int) error {
+	return withFD(src, func(fd int) error {
+		for n > 0 {
+			m, _, errno := unix.Syscall6(unix.SYS_RECVFROM, uintptr(fd), 0, uintptr(n), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
+			if errno == unix.EINTR {
+				continue
+			}
+			if errno != 0 {
+				return errno
+			}
+			if m == 0 {
+				return io.ErrUnexpectedEOF
+			}
+			n -= int(m)
+		}
+		return nil
+	})
+}
+
+// backoff is the waiting between looks at a queue: short naps while the other
+// side is likely to be at work, then timers, which cost no thread.
+type backoff struct{ n int }
+
+func (b *backoff) wait(stop <-chan struct{}) bool {
+	b.n++
+	switch {
+	case b.n <= 20:
+		nap(50 * time.Microsecond)
+		return true
+	default:
+		t := time.NewTimer(time.Duration(min(b.n-19, 20)) * time.Millisecond)
+		defer t.Stop()
+		select {
+		case <-stop:
+			return false
+		case <-t.C:
+			return true
+		}
+	}
+}
+
+// look reads the state of a direction's receiver; gone is true when nothing
+// that is queued for it matters any more.
+func (r *Route) look(d Direction) (queued uint32, gone bool, err error) {
+	role := r.receiver(d)
+	if atomic.LoadUint32(&r.p.End[role].Gone) != 0 {
+		return 0, true, nil
+	}
+	v, err := r.k.inspect(r.cookie[role], r.addr[role])
+	if err != nil {
+		return 0, false, err
+	}
+	return v.Queued, v.State == 0 || v.State == unix.BPF_TCP_CLOSE, nil
+}
+
+// waitRoom blocks while the receiver's queue is over the limit.
+func (r *Route) waitRoom(d Direction) error {
+	var b backoff
+	for {
+		queued, gone, err := r.look(d)
+		if err != nil {
+			return err
+		}
+		limit := r.k.limit()
+		if gone || queued <= limit {
+			return nil
+		}
+		if b.n == 0 {
+			r.waits[d].Add(1)
+		}
+		b.wait(nil)
+		// The owner may have closed the connections meanwhile.
+		if err := withFD(r.up, func(int) error { return nil }); err != nil {
+			return err
+		}
+	}
+}
+
+// WaitTaken blocks until a direction's receiver has read every redirected byte
+// or is gone, or stop is closed (an error).
+func (r *Route) WaitTaken(d Direction, stop <-chan struct{}) error {
+	var b backoff
+	for {
+		queued, gone, err := r.look(d)
+		if err != nil {
+			return err
+		}
+		if gone || queued == 0 {
+			return nil
+		}
+		select {
+		case <-stop:
+			return errStopped
+		default:
+		}
+		if !b.wait(stop) {
+			return errStopped
+		}
+	}
+}
+
+// sent is the bytes that went to a direction's receiver, give or take a window.
+func (r *Route) sent(d Direction) uint64 {
+	f := &r.p.Flow[d]
+	return atomic.LoadUint64(&f.Granted) + atomic.LoadUint64(&f.Forwarded)
+}
+
+// sentTo is the exact figure, with a view of the sockets.
+func (r *Route) sentTo(d Direction, seen map[uint64]view) uint64 {
+	return r.bypassed(d, seen) + atomic.LoadUint64(&r.p.Flow[d].Forwarded)
+}
+
+// bypassed is what verdicts granted, less what is left of the last window. It
+// never goes down; while a window begins it may be one window behind.
+func (r *Route) bypassed(d Direction, seen map[uint64]view) uint64 {
+	granted := atomic.LoadUint64(&r.p.Flow[d].Granted)
+	if r.k.mode != bpf.ShuntModeMODE_WINDOW {
+		return granted
+	}
+	n := uint64(0)
+	e := &r.p.End[r.sender(d)]
+	if atomic.LoadUint32(&e.Gone) != 0 {
+		n = granted - uint64(atomic.LoadUint32(&e.Left))
+	} else if v, ok := seen[r.cookie[r.sender(d)]]; ok && v.Granted != 0 {
+		n = v.Granted - uint64(v.Left)
+		if !v.settled {
+			n -= uint64(r.k.opt.Window)
+		}
+	}
+	for {
+		high := r.high[d].Load()
+		if n <= high {
+			return high
+		}
+		if r.high[d].CompareAndSwap(high, n) {
+			return n
+		}
+	}
+}
+
+// Stats reads the counters.
+func (r *Route) Stats() RouteStats {
+	if s := r.final.Load(); s != nil {
+		return *s
+	}
+	seen, _ := r.k.survey(surveyAge)
+	return r.stats(seen)
+}
+
+func (r *Route) stats(seen map[uint64]view) (s RouteStats) {
+	for _, d := range []Direction{Up, Down} {
+		f := &r.p.Flow[d]
+		s[d] = DirectionStats{
+			Bypassed:    r.bypassed(d, seen),
+			Forwarded:   atomic.LoadUint64(&f.Forwarded),
+			VerdictRuns: atomic.LoadUint64(&f.Runs),
+			Passed:      atomic.LoadUint64(&f.Passed),
+			Waits:       r.waits[d].Load(),
+			Queued:      uint64(seen[r.cookie[r.receiver(d)]].Queued),
+			Direct:      atomic.LoadUint32(&f.Direct) != 0,
+		}
+	}
+	return s
+}
+
+// Close ends the route after both connections were closed, and returns the
+// final counters. The application's sockets leave the map when they are closed.
+func (r *Route) Close() RouteStats {
+	k := r.k
+	seen := map[uint64]view{}
+	if k.mode == bpf.ShuntModeMODE_WINDOW {
+		for _, d := range []Direction{Up, Down} {
+			r.settle(d, seen)
+		}
+	}
+	s := r.stats(seen)
+	r.final.Store(&s)
+	k.mu.Lock()
+	delete(k.routes, r)
+	delete(k.fresh, r)
+	if k.pairs != nil {
+		k.giveBack(r.slot, false)
+	}
+	k.mu.Unlock()
+	return s
+}
+
+// settle reads the rest of a living sender's window. The sender has finished, or meets a closed connection.
+func (r *Route) settle(d Direction, seen map[uint64]view) {
+	role := r.sender(d)
+	f := &r.p.Flow[d]
+	for range 4 {
+		granted := atomic.LoadUint64(&f.Granted)
+		v, err := r.k.inspect(r.cookie[role], r.addr[role])
+		if err != nil || v.State == 0 || v.Member == 0 {
+			return
+		}
+		if granted == atomic.LoadUint64(&f.Granted) {
+			v.Granted = granted
+			seen[r.cookie[role]] = view{v, true}
+			return
+		}
+	}
+}

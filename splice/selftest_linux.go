@@ -1,0 +1,430 @@
+package splice
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"syscall"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"shunt/bpf"
+)
+
+// selfTestTimeout bounds each step of the self-test.
+const selfTestTimeout = 2 * time.Second
+
+// loop is one connection on the bypass with all four sockets in this process.
+type loop struct {
+	client, service *net.TCPConn // C and S
+	down, up        *net.TCPConn // A and B
+	route           *Route
+	ended           [2]chan error
+	close           func()
+}
+
+// newLoop makes a connection through the real programs, over loopback.
+func (k *Kernel) newLoop() (l *loop, err error) {
+	l = &loop{}
+	var closers []io.Closer
+	l.close = func() {
+		for _, c := range closers {
+			c.Close()
+		}
+		for _, e := range l.ended {
+			if e != nil {
+				<-e
+			}
+		}
+		if l.route != nil {
+			l.route.Close()
+		}
+	}
+	defer func() {
+		if err != nil {
+			l.close()
+		}
+	}()
+	ctx, cancel := context.WithTimeout(context.Background(), selfTestTimeout)
+	defer cancel()
+	listen := func() (*net.TCPListener, error) {
+		var lc net.ListenConfig
+		lc.SetMultipathTCP(false)
+		ln, err := lc.Listen(ctx, "tcp4", "127.0.0.1:0")
+		if err != nil {
+			return nil, err
+		}
+		closers = append(closers, ln)
+		return ln.(*net.TCPListener), nil
+	}
+	accept := func(ln *net.TCPListener) (*net.TCPConn, error) {
+		ln.SetDeadline(time.Now().Add(selfTestTimeout))
+		c, err := ln.AcceptTCP()
+		if err == nil {
+			closers = append(closers, c)
+			c.SetDeadline(time.Now().Add(4 * selfTestTimeout))
+		}
+		return c, err
+	}
+	dial := func(ln *net.TCPListener, control func(string, string, syscall.RawConn) error) (*net.TCPConn, error) {
+		d := net.Dialer{Control: control}
+		d.SetMultipathTCP(false)
+		c, err := d.DialContext(ctx, "tcp4", ln.Addr().String())
+		if err != nil {
+			return nil, err
+		}
+		closers = append(closers, c)
+		c.SetDeadline(time.Now().Add(4 * selfTestTimeout))
+		return c.(*net.TCPConn), nil
+	}
+
+	front, err := listen()
+	if err != nil {
+		return l, err
+	}
+	withdraw, err := k.Listen(front)
+	if err != nil {
+		return l, err
+	}
+	defer withdraw()
+	back, err := listen()
+	if err != nil {
+		return l, err
+	}
+	if l.client, err = dial(front, nil); err != nil {
+		return l, err
+	}
+	if l.down, err = accept(front); err != nil {
+		return l, err
+	}
+	cand, reason := k.Claim(l.down)
+	if cand == nil {
+		return l, fmt.Errorf("the client's socket was not found: %s", reason)
+	}
+	if l.up, err = dial(back, cand.Control); err == nil {
+		l.service, err = accept(back)
+	}
+	if err != nil {
+		cand.Release()
+		return l, err
+	}
+	if l.route, reason = cand.Pair(l.up); l.route == nil {
+		return l, fmt.Errorf("the service's socket was not found: %s", reason)
+	}
+	for _, d := range []Direction{Up, Down} {
+		ended := make(chan error, 1)
+		l.ended[d] = ended
+		go func() { ended <- l.route.Forward(d) }()
+	}
+	return l, nil
+}
+
+// ends are a direction's sender and receiver.
+func (l *loop) ends(d Direction) (from, to *net.TCPConn) {
+	if d == Up {
+		return l.client, l.service
+	}
+	return l.service, l.client
+}
+
+// selfTest tries on loopback pairs what the bypass stands on. It returns
+// whether every required check passed.
+func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
+	l, err := k.newLoop()
+	if !r.add("pairing", true, plain(err), "both ends of a loopback connection found by their sequence numbers") {
+		return false
+	}
+	defer l.close()
+	if k.mode == bpf.ShuntModeMODE_PERMANENT {
+		if !r.add("verdict permanent", true, l.checkPermanent(k), "one verdict for the connection") {
+			return false
+		}
+	}
+	ok := r.add("content and order", true, l.both(l.checkContent), "whole and in order, both directions, nothing copied")
+	ok = r.add("MSG_PEEK and poll", true, l.both(l.checkPeek), "as with TCP") && ok
+	err = l.both(l.checkFIONREAD)
+	r.FIONREAD = err == nil
+	r.add("FIONREAD", false, err, "counts redirected bytes")
+	if k.mode != bpf.ShuntModeMODE_PERMANENT {
+		ok = r.add("bounded queue", true, l.both(func(d Direction) error { return l.checkBound(k, d) }),
+			"over the limit the sender is held back, and is direct again afterwards") && ok
+	}
+	ok = r.add("iterator", true, l.checkSurvey(k), "sees every socket on the bypass") && ok
+	ok = r.add("end of stream", true, l.checkEnd(), "after the last byte") && ok
+	if !ok {
+		return false
+	}
+	how, err := k.refuseTLS(cgroup)
+	return r.add("kTLS refused", true, err, how)
+}
+
+func (l *loop) both(f func(Direction) error) error {
+	for _, d := range []Direction{Up, Down} {
+		if err := f(d); err != nil {
+			return fmt.Errorf("%v: %w", d, err)
+		}
+	}
+	return nil
+}
+
+func pattern(n, seed int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte((i*7 + i>>8 + seed) & 0xff)
+	}
+	return b
+}
+
+// checkContent sends in chunks of many sizes, and demands that all of it went direct.
+func (l *loop) checkContent(d Direction) error {
+	from, to := l.ends(d)
+	want := pattern(96<<10, int(d))
+	before := l.route.Stats()[d]
+	sent := make(chan error, 1)
+	go func() {
+		rest := want
+		for n := 1; len(rest) > 0; n = n*3 + 1 {
+			n = min(n, len(rest))
+			if _, err := from.Write(rest[:n]); err != nil {
+				sent <- err
+				return
+			}
+			rest = rest[n:]
+		}
+		sent <- nil
+	}()
+	got := make([]byte, len(want))
+	if _, err := io.ReadFull(to, got); err != nil {
+		<-sent
+		return fmt.Errorf("read: %w", err)
+	}
+	if err := <-sent; err != nil {
+		return fmt.Errorf("write: %w", err)
+	}
+	if !bytes.Equal(got, want) {
+		return errors.New("bytes were lost, changed or reordered")
+	}
+	after := l.route.Stats()[d]
+	if after.Forwarded != before.Forwarded {
+		return fmt.Errorf("%d bytes took TCP", after.Forwarded-before.Forwarded)
+	}
+	return nil
+}
+
+// checkPeek looks at waiting bytes without taking them.
+func (l *loop) checkPeek(d Direction) error {
+	from, to := l.ends(d)
+	want := pattern(1000, 3)
+	if _, err := from.Write(want); err != nil {
+		return err
+	}
+	got := make([]byte, len(want))
+	err := withFD(to, func(fd int) error {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		if n, err := unix.Poll(p, int(selfTestTimeout.Milliseconds())); err != nil || n != 1 || p[0].Revents&unix.POLLIN == 0 {
+			return fmt.Errorf("poll doesn't say readable (%v)", err)
+		}
+		n, _, err := unix.Recvfrom(fd, got, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		if err != nil {
+			return fmt.Errorf("peek: %w", err)
+		}
+		if !bytes.Equal(got[:n], want[:n]) || n == 0 {
+			return errors.New("peek shows other bytes")
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if _, err := io.ReadFull(to, got); err != nil || !bytes.Equal(got, want) {
+		return fmt.Errorf("read after peek (%v)", err)
+	}
+	return nil
+}
+
+func (l *loop) checkFIONREAD(d Direction) error {
+	from, to := l.ends(d)
+	b := pattern(777, 5)
+	for range 2 {
+		if _, err := from.Write(b); err != nil {
+			return err
+		}
+	}
+	var n int
+	err := withFD(to, func(fd int) (err error) {
+		n, err = unix.IoctlGetInt(fd, unix.TIOCINQ)
+		return err
+	})
+	if _, rerr := io.ReadFull(to, make([]byte, 2*len(b))); rerr != nil {
+		return rerr
+	}
+	if err != nil {
+		return err
+	}
+	if n != 2*len(b) {
+		return fmt.Errorf("says %d with %d redirected bytes waiting: nginx, Java and .NET size their reads by it", n, 2*len(b))
+	}
+	return nil
+}
+
+// checkBound lets a receiver fall behind.
+func (l *loop) checkBound(k *Kernel, d Direction) error {
+	const limit = 64 << 10
+	most := limit + 2<<20
+	if k.mode == bpf.ShuntModeMODE_WINDOW {
+		most += int(k.opt.Window)
+	}
+	usual := k.limit()
+	if err := k.obj.QueueLimit.Set(uint32(limit)); err != nil {
+		return err
+	}
+	defer k.obj.QueueLimit.Set(usual)
+	from, to := l.ends(d)
+	want := pattern(most, 9)
+	sent := 0
+	// Held back for good: nothing accepted for a while, with the receiver asleep.
+	quiet := 0
+	for sent < len(want) && quiet < 10 {
+		n, err := sendNow(from, want[sent:min(len(want), sent+16<<10)])
+		sent += n
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			quiet++
+			nap(2 * time.Millisecond)
+		case err != nil:
+			return err
+		default:
+			quiet = 0
+		}
+	}
+	if sent == len(want) {
+		return fmt.Errorf("%d bytes accepted with a limit of %d", sent, limit)
+	}
+	got := make([]byte, sent)
+	if _, err := io.ReadFull(to, got); err != nil {
+		return err
+	}
+	if !bytes.Equal(got, want[:sent]) {
+		return errors.New("bytes were lost, changed or reordered")
+	}
+	deadline := time.Now().Add(selfTestTimeout)
+	for !l.route.Stats()[d].Direct {
+		if time.Now().After(deadline) {
+			return errors.New("does not go direct again")
+		}
+		nap(time.Millisecond)
+		if _, err := from.Write([]byte{1}); err != nil {
+			return err
+		}
+		if _, err := io.ReadFull(to, got[:1]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func sendNow(c *net.TCPConn, b []byte) (n int, err error) {
+	cerr := withFD(c, func(fd int) error {
+		n, err = unix.SendmsgN(fd, b, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		n = max(n, 0)
+		return nil
+	})
+	if cerr != nil {
+		return 0, cerr
+	}
+	return n, err
+}
+
+// checkPermanent sends twice: a kernel without the flag takes neither.
+func (l *loop) checkPermanent(k *Kernel) error {
+	before := l.route.Stats()[Up].VerdictRuns
+	for range 3 {
+		if _, err := l.client.Write([]byte{1}); err != nil {
+			return fmt.Errorf("this kernel does not have the flag: %w", err)
+		}
+	}
+	if _, err := io.ReadFull(l.service, make([]byte, 3)); err != nil {
+		return err
+	}
+	if n := l.route.Stats()[Up].VerdictRuns - before; n != 1 {
+		return fmt.Errorf("this kernel does not have the flag: %d verdict runs for 3 sends", n)
+	}
+	return nil
+}
+
+func (l *loop) checkSurvey(k *Kernel) error {
+	seen, err := k.survey(0)
+	if err != nil {
+		return err
+	}
+	for role, c := range l.route.cookie {
+		if _, ok := seen[c]; !ok {
+			return fmt.Errorf("socket %d of 4 is not in the sockhash", role+1)
+		}
+	}
+	return nil
+}
+
+// checkEnd ends the upstream direction while bytes are queued.
+func (l *loop) checkEnd() error {
+	want := pattern(5000, 1)
+	if _, err := l.client.Write(want); err != nil {
+		return err
+	}
+	if err := l.client.CloseWrite(); err != nil {
+		return err
+	}
+	if err := <-l.ended[Up]; err != nil {
+		return fmt.Errorf("forward: %w", err)
+	}
+	l.ended[Up] = nil
+	got := make([]byte, len(want))
+	if _, err := io.ReadFull(l.service, got); err != nil || !bytes.Equal(got, want) {
+		return fmt.Errorf("bytes before the end (%v)", err)
+	}
+	if err := l.route.WaitTaken(Up, nil); err != nil {
+		return err
+	}
+	if err := l.up.CloseWrite(); err != nil {
+		return err
+	}
+	if n, err := l.service.Read(got); n != 0 || err != io.EOF {
+		return fmt.Errorf("read after the end: %d bytes, %v", n, err)
+	}
+	return nil
+}
+
+// refuseTLS makes sure that no socket on the bypass can get kTLS, which old
+// kernels don't see to themselves, and says who refuses it.
+func (k *Kernel) refuseTLS(cgroup *os.File) (string, error) {
+	err := k.tryTLS()
+	if err == nil || errors.Is(err, unix.ENOENT) {
+		// ENOENT: not there now, but the module may come later.
+		if err := k.attachCgroup(cgroup, k.obj.OnSetsockopt, ebpf.AttachCGroupSetsockopt); err != nil {
+			return "", plain(fmt.Errorf("attach setsockopt: %w", err))
+		}
+		if err = k.tryTLS(); errors.Is(err, unix.EPERM) {
+			return "by a setsockopt program", nil
+		}
+		return "", fmt.Errorf("setsockopt TCP_ULP on an enrolled socket: %v, want EPERM", err)
+	}
+	return fmt.Sprintf("by the kernel (%v)", err), nil
+}
+
+// tryTLS returns what a client on the bypass gets when it asks for kTLS.
+func (k *Kernel) tryTLS() error {
+	l, err := k.newLoop()
+	if err != nil {
+		return fmt.Errorf("pair: %w", err)
+	}
+	defer l.close()
+	return withFD(l.client, func(fd int) error {
+		return unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_ULP, "tls")
+	})
+}
