@@ -1,0 +1,573 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"shunt/splice"
+)
+
+// state is where a connection is in its life; see the package comment.
+type state uint8
+
+const (
+	stateAccepted state = iota
+	stateDialling
+	stateCopying
+	stateBypassed
+	stateHalfClosed
+	stateDraining
+	stateClosed
+)
+
+// String returns the word that logs and the admin endpoint use.
+func (s state) String() string {
+	return [...]string{"accepted", "dialling", "copying", "bypassed", "half-closed", "draining", "closed"}[s]
+}
+
+// flowState is who looks after one direction.
+type flowState uint8
+
+const (
+	flowMoving flowState = iota // a goroutine
+	flowParked                  // the parking; nothing moves
+	flowEnded                   // nobody: the end was passed on
+)
+
+// leg is one of a connection's two sockets.
+type leg struct {
+	tcp     *net.TCPConn
+	sentFIN atomic.Bool                   // we finished sending on it
+	failed  atomic.Pointer[syscall.Errno] // what the first failed write on it said
+	dead    bool                          // the peer reset it or is lost; guarded by conn.mu
+}
+
+// flow is one direction.
+type flow struct {
+	copied atomic.Uint64 // bytes written to the far leg by the copy
+	state  flowState     // guarded by conn.mu
+	over   bool          // its sender has finished; guarded by conn.mu
+	finned bool          // its sender's FIN was passed on; guarded by conn.mu
+
+	// These belong to the goroutine that moves the direction.
+	parkedOnce bool
+	plain      bool // never splice(2): bytes come beside TCP
+}
+
+// conn is one proxied connection. One goroutine moves each direction, or none
+// while it is parked; whoever ends the second one closes the connection.
+type conn struct {
+	id     uint64
+	l      *listener
+	start  time.Time
+	reason splice.Reason // why it is copied; set before the legs are connected
+	legs   [2]leg        // client's, upstream's: the source of direction d is legs[d], its destination legs[1-d]
+	flows  [2]flow       // by splice.Direction
+
+	mu     sync.Mutex
+	state  state
+	killed bool
+	closed bool
+	cause  string
+	cancel context.CancelFunc // of the dial, while it runs
+	stop   chan struct{}      // closed by kill; made when first asked for
+	route  Route
+	final  *splice.RouteStats // set when the route is closed
+
+	// The watch for timeouts; guarded by mu.
+	timer    *time.Timer
+	lastMove time.Time
+	seen     sample
+}
+
+func (c *conn) down() *net.TCPConn { return c.legs[0].tcp }
+
+// serve is an accepted connection's life up to the start of its two
+// directions.
+func (c *conn) serve() {
+	cand := c.claim()
+	up, err := c.dial(cand)
+	if err != nil {
+		if cand != nil {
+			cand.Release()
+		}
+		c.abandon()
+		return
+	}
+	c.legs[1].tcp = up
+	var route Route
+	if cand != nil {
+		if route, c.reason = cand.Pair(up); route == nil {
+			c.l.declined(c.reason)
+		}
+	}
+	c.mu.Lock()
+	c.route = route
+	if c.killed { // during Pair: kill knew of one leg at most
+		c.mu.Unlock()
+		reset(up)
+		c.abandon()
+		return
+	}
+	c.state = stateCopying
+	if route != nil {
+		c.state = stateBypassed
+	}
+	c.lastMove = time.Now()
+	c.armLocked()
+	c.mu.Unlock()
+	// Fresh goroutines: dialling has grown this one's stack.
+	go c.move(splice.Up, true)
+	go c.move(splice.Down, true)
+}
+
+// claim asks the bypass for the connection.
+func (c *conn) claim() Candidate {
+	l := c.l
+	if l.noBypass != "" {
+		c.reason = l.noBypass
+		l.declined(c.reason)
+		return nil
+	}
+	cand, reason := l.srv.bypass.Claim(c.down())
+	if cand == nil {
+		c.reason = reason
+		l.declined(reason)
+	}
+	return cand
+}
+
+// dial connects the upstream. On an error the cause is set, and nothing is
+// left over but the client's leg.
+func (c *conn) dial(cand Candidate) (*net.TCPConn, error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	c.mu.Lock()
+	c.state, c.cancel = stateDialling, cancel
+	killed := c.killed
+	c.mu.Unlock()
+	if killed {
+		return nil, net.ErrClosed
+	}
+	var control controlFunc
+	if cand != nil {
+		control = func(network, address string, raw syscall.RawConn) error {
+			if err := cand.Control(network, address, raw); err != nil {
+				// Nothing fails because the bypass isn't there: Pair will decline.
+				c.l.log.Debug().Uint64("conn", c.id).Err(err).Msg("upstream not registered for the bypass")
+			}
+			return nil
+		}
+	}
+	stop := watchLeave(c.down(), cancel)
+	up, err := c.l.dial(ctx, control)
+	left := stop()
+
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.cancel = nil
+	if err == nil && (left || c.killed) {
+		reset(up)
+		err = &dialError{dialCanceled, net.ErrClosed}
+	}
+	if err == nil {
+		return up, nil
+	}
+	kind := dialOther
+	var de *dialError
+	if errors.As(err, &de) {
+		kind = de.kind
+	}
+	cause := "dial-" + kind
+	if left {
+		cause, kind = causeClientRST, dialCanceled
+	}
+	c.blame(cause)
+	c.l.dialFailed(kind)
+	if kind != dialCanceled {
+		c.l.srv.dialWarn(c.l, kind, err)
+	}
+	return nil, err
+}
+
+// abandon ends a connection whose directions never started.
+func (c *conn) abandon() {
+	reset(c.down())
+	c.mu.Lock()
+	c.flows[0].state, c.flows[1].state = flowEnded, flowEnded
+	c.mu.Unlock()
+	c.closeIfEnded()
+}
+
+// move looks after one direction until it has ended or is parked. fresh says
+// that the connection has just begun.
+func (c *conn) move(d splice.Direction, fresh bool) {
+	var end ending
+	var wrote bool // the destination's end, not the source's
+	var err error
+	if c.route != nil {
+		err = c.route.Forward(d)
+		end = endOf(err)
+		var ee *splice.EndError
+		if errors.As(err, &ee) {
+			wrote = ee.Write
+			if end == endFIN {
+				end = endOdd
+			}
+		}
+	} else {
+		var parked bool
+		parked, wrote, err = c.copy(d, fresh)
+		if parked {
+			return
+		}
+		end = endOf(err)
+	}
+	src, dst := &c.legs[d], &c.legs[1-d]
+	switch {
+	case end == endOurs:
+	case wrote:
+		dst.noteFailed(err)
+		c.destinationDied(d, end, err)
+	case end == endFIN:
+		fin, rst := c.judgeEOF(src)
+		if fin {
+			c.passFIN(d)
+		}
+		if rst {
+			c.sourceDied(d, endReset, nil)
+		}
+	default:
+		c.sourceDied(d, end, err)
+	}
+	c.mu.Lock()
+	c.flows[d].state = flowEnded
+	c.mu.Unlock()
+	c.closeIfEnded()
+}
+
+// passFIN passes d's FIN on, after every byte.
+func (c *conn) passFIN(d splice.Direction) {
+	c.over(d, causeOf(d == splice.Down, endFIN))
+	if c.route != nil && c.route.WaitTaken(d, c.stopped()) != nil {
+		return
+	}
+	dst := &c.legs[1-d]
+	dst.sentFIN.Store(true)
+	// An error means that dst is dead already; its reader will find that out.
+	_ = dst.tcp.CloseWrite()
+	c.mu.Lock()
+	c.flows[d].finned = true
+	orphaned := c.legs[d].dead
+	c.mu.Unlock()
+	if orphaned {
+		// The source took no more bytes while we were reading its last ones; the
+		// other direction's goroutine left the reset to us.
+		c.resetAfterDrain(1 - d)
+	}
+}
+
+// sourceDied ends the connection after d's source has: what it sent is
+// delivered first.
+func (c *conn) sourceDied(d splice.Direction, end ending, err error) {
+	c.died(d, end, err)
+	c.over(d, "")
+	if c.route != nil && c.route.WaitTaken(d, c.stopped()) != nil {
+		return
+	}
+	c.resetAfterDrain(1 - d)
+}
+
+// destinationDied is called when d's destination takes no more bytes. What
+// it sent before may still be on its way to d's source, so the source must
+// not be reset yet; it is read on, into nothing, for it might otherwise never
+// get to reading.
+func (c *conn) destinationDied(d splice.Direction, end ending, err error) {
+	c.died(1-d, end, err)
+	c.over(d, "")
+	c.mu.Lock()
+	finned := c.flows[1-d].finned
+	c.mu.Unlock()
+	if finned {
+		// The other direction is over; nobody else will do it.
+		go c.discard(d)
+		if c.route != nil && c.route.WaitTaken(1-d, c.stopped()) != nil {
+			return
+		}
+		c.resetAfterDrain(d)
+		return
+	}
+	c.discard(d)
+}
+
+// died records that a leg is dead.
+func (c *conn) died(which splice.Direction, end ending, err error) {
+	c.mu.Lock()
+	c.legs[which].dead = true
+	c.blame(causeOf(which == splice.Down, end))
+	c.mu.Unlock()
+	if end == endOdd {
+		c.l.log.Warn().Uint64("conn", c.id).Err(err).Msg("connection ended by an unexpected error")
+	}
+}
+
+// over says that d's sender has finished. cause is the FIN's, or empty.
+func (c *conn) over(d splice.Direction, cause string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.flows[d].over = true
+	if cause != "" && c.cause == "" {
+		c.cause = cause
+	}
+	if c.state == stateCopying || c.state == stateBypassed {
+		c.state = stateHalfClosed
+	}
+	c.lastMove = time.Now()
+	c.armLocked()
+}
+
+// blame sets the cause; the first that isn't a plain FIN stays. c.mu is held.
+func (c *conn) blame(cause string) {
+	if c.cause == "" || c.cause == causeClientFIN || c.cause == causeServerFIN {
+		c.cause = cause
+	}
+}
+
+// resetAfterDrain resets the leg, and with it the whole connection, when its
+// peer has acknowledged everything. The half-open watch bounds the wait.
+func (c *conn) resetAfterDrain(which splice.Direction) {
+	to := &c.legs[which]
+	if !resetKeepsBytes && c.flows[1-which].copied.Load() > 0 {
+		_ = to.tcp.CloseWrite()
+		c.kill("", false)
+		return
+	}
+	stop := c.stopped()
+	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
+		n, ok := unacked(to.tcp)
+		if !ok || n == 0 {
+			break
+		}
+		if s, ok := readTCPStats(to.tcp); !ok || s.state == tcpClosed {
+			break
+		}
+		t := time.NewTimer(wait)
+		select {
+		case <-t.C:
+			continue
+		case <-stop:
+			t.Stop()
+			return
+		}
+	}
+	c.kill("", true)
+}
+
+// discard reads d's source into nothing until it ends.
+func (c *conn) discard(d splice.Direction) {
+	buf := buffers.Get().(*[]byte)
+	defer buffers.Put(buf)
+	c.legs[d].tcp.SetReadDeadline(time.Time{})
+	for {
+		if _, err := c.legs[d].tcp.Read(*buf); err != nil {
+			return
+		}
+	}
+}
+
+// judgeEOF says what an end of file on from means. After a reset whose error
+// a write on the same socket has already taken, read says end of file too; and
+// a peer that finished and then reset wants both passed on.
+func (c *conn) judgeEOF(from *leg) (fin, rst bool) {
+	s, ok := readTCPStats(from.tcp)
+	// We didn't finish on this leg ourselves, so it isn't simply over: the order
+	// of these two matters.
+	if !ok || s.state != tcpClosed || from.sentFIN.Load() {
+		return true, false
+	}
+	if err := takeError(from.tcp); err != nil {
+		// The kernel says EPIPE for a reset that came after the FIN.
+		return errors.Is(err, syscall.EPIPE), true
+	}
+	// A write has the error, or will have noted it in a moment.
+	for range 20 {
+		if e := from.failed.Load(); e != nil {
+			return *e == syscall.EPIPE, true
+		}
+		select {
+		case <-c.stopped():
+			return false, true
+		case <-time.After(time.Millisecond):
+		}
+	}
+	return false, true
+}
+
+func (l *leg) noteFailed(err error) {
+	var e syscall.Errno
+	if errors.As(err, &e) {
+		l.failed.CompareAndSwap(nil, &e)
+	}
+}
+
+// stopped returns the channel that kill closes.
+func (c *conn) stopped() <-chan struct{} {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.stop == nil {
+		c.stop = make(chan struct{})
+		if c.killed {
+			close(c.stop)
+		}
+	}
+	return c.stop
+}
+
+// kill closes both legs at once, with a reset if asked for. cause may be
+// empty if it is known. Goroutines that are busy with the connection see
+// closed sockets and end; parked directions end here.
+func (c *conn) kill(cause string, rst bool) {
+	c.mu.Lock()
+	if c.killed || c.closed {
+		c.mu.Unlock()
+		return
+	}
+	c.killed = true
+	if cause != "" {
+		c.cause = cause
+	}
+	if c.stop != nil {
+		close(c.stop)
+	}
+	if c.cancel != nil {
+		c.cancel()
+	}
+	for i := range c.legs {
+		if i == 1 && c.state < stateCopying {
+			break // still serve's
+		}
+		if rst {
+			reset(c.legs[i].tcp)
+		} else {
+			c.legs[i].tcp.Close()
+		}
+	}
+	for d := range c.flows {
+		if c.flows[d].state == flowParked {
+			c.flows[d].state = flowEnded
+		}
+	}
+	c.mu.Unlock()
+	c.closeIfEnded()
+}
+
+// reset closes t so that its peer sees a reset.
+func reset(t *net.TCPConn) {
+	t.SetLinger(0)
+	t.Close()
+}
+
+// park hands direction d to the parking; false: it has to wait itself.
+func (c *conn) park(d splice.Direction) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.killed {
+		return false
+	}
+	f := &c.flows[d]
+	// wake takes the mutex, so it can't come between these.
+	if c.l.srv.parking.park(c.legs[d].tcp, c.id, d, f.parkedOnce) != nil {
+		return false
+	}
+	f.parkedOnce = true
+	f.state = flowParked
+	return true
+}
+
+// wake takes direction d out of the parking.
+func (c *conn) wake(d splice.Direction) {
+	c.mu.Lock()
+	parked := c.flows[d].state == flowParked
+	if parked {
+		c.flows[d].state = flowMoving
+	}
+	c.mu.Unlock()
+	if parked {
+		go c.move(d, false)
+	}
+}
+
+// closeIfEnded closes the connection once both directions have ended.
+func (c *conn) closeIfEnded() {
+	c.mu.Lock()
+	if c.closed || c.flows[0].state != flowEnded || c.flows[1].state != flowEnded {
+		c.mu.Unlock()
+		return
+	}
+	c.closed = true
+	c.state = stateClosed
+	if c.timer != nil {
+		c.timer.Stop()
+	}
+	for i := range c.legs {
+		if t := c.legs[i].tcp; t != nil {
+			t.Close()
+		}
+	}
+	if c.route != nil {
+		s := c.route.Close()
+		c.final = &s
+	}
+	c.mu.Unlock()
+	c.l.finished(c)
+}
+
+// counts returns the connection's bytes and the bypass's counters.
+func (c *conn) counts() (n counts) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.countsLocked()
+}
+
+func (c *conn) countsLocked() (n counts) {
+	var s splice.RouteStats
+	switch {
+	case c.final != nil:
+		s = *c.final
+	case c.route != nil:
+		s = c.route.Stats()
+	}
+	for d := range n.copied {
+		n.copied[d] = c.flows[d].copied.Load() + s[d].Forwarded
+		n.bypassed[d] = s[d].Bypassed
+		n.runs += s[d].VerdictRuns
+		n.waits += s[d].Waits
+		n.queued[d] = s[d].Queued
+		n.direct[d] = s[d].Direct
+	}
+	return n
+}
+
+// addrOf returns a's address with v4-mapped ones unmapped.
+func addrOf(a net.Addr) netip.AddrPort {
+	t, ok := a.(*net.TCPAddr)
+	if !ok {
+		return netip.AddrPort{}
+	}
+	p := t.AddrPort()
+	return netip.AddrPortFrom(p.Addr().Unmap(), p.Port())
+}
+
+func addrString(a net.Addr) string {
+	if p := addrOf(a); p.IsValid() {
+		return p.String()
+	}
+	return fmt.Sprint(a)
+}

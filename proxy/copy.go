@@ -1,0 +1,35 @@
+package proxy
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// bufferSize is how much is read at once. A read that fills it is bulk.
+	bufferSize = 32 << 10
+	// quietPeriod is how long a direction may be silent before it is parked,
+	// at least; at most twice as long.
+	quietPeriod = 250 * time.Millisecond
+	// freshPeriod is the same for a connection that has just begun: most speak
+	// at once, and the others shouldn't cost two goroutines for long.
+	freshPeriod = 20 * time.Millisecond
+)
+
+// buffers are for bytes on their way; nothing waits with one in hand.
+var buffers = sync.Pool{New: func() any { b := make([]byte, bufferSize); return &b }}
+
+// budget is how many pipes may be in use at once: descriptors that the
+// connections' own sockets don't need.
+type budget struct{ left atomic.Int64 }
+
+func (b *budget) take() bool {
+	if b.left.Add(-1) >= 0 {
+		return true
+	}
+	b.left.Add(1)
+	return false
+}
+
+func (b *budget) give() { b.left.Add(1) }

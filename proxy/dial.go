@@ -1,0 +1,192 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+// Kinds of failed dials, label values of shunt_dial_errors_total.
+const (
+	dialRefused  = "refused"  // every address refused
+	dialTimeout  = "timeout"  // dial_timeout passed
+	dialNoRoute  = "no-route" // no route, or the network says unreachable
+	dialResolve  = "resolve"  // the name has no address
+	dialLimit    = "limit"    // no file descriptor or port was free for all of dial_timeout
+	dialCanceled = "canceled" // the client left, or the server stopped
+	dialOther    = "other"
+)
+
+var dialKinds = []string{dialRefused, dialTimeout, dialNoRoute, dialResolve, dialLimit, dialCanceled, dialOther}
+
+const (
+	// minDialShare is what an address gets at least, while there is as much left.
+	minDialShare = 2 * time.Second
+	// leaveWatchAfter is how long a dial may take before the client is watched.
+	leaveWatchAfter = 20 * time.Millisecond
+)
+
+// dialError is a failed dial: its kind and, wrapped, the last address's error.
+type dialError struct {
+	kind string
+	err  error
+}
+
+func (e *dialError) Error() string { return e.err.Error() }
+func (e *dialError) Unwrap() error { return e.err }
+
+// dialKind classifies the error of resolving or of one address.
+func dialKind(err error) string {
+	var dns *net.DNSError
+	var addr *net.AddrError
+	switch {
+	case isLimit(err), errors.Is(err, syscall.EADDRNOTAVAIL), errors.Is(err, syscall.EAGAIN):
+		return dialLimit
+	case errors.Is(err, context.Canceled):
+		return dialCanceled
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, syscall.ETIMEDOUT):
+		return dialTimeout
+	case errors.As(err, &dns):
+		if dns.IsTimeout {
+			return dialTimeout
+		}
+		return dialResolve
+	case errors.As(err, &addr):
+		return dialResolve
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return dialRefused
+	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
+		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN):
+		return dialNoRoute
+	}
+	var ne net.Error
+	if errors.As(err, &ne) && ne.Timeout() {
+		return dialTimeout
+	}
+	return dialOther
+}
+
+// isLimit says that err is a lack of descriptors or memory, which passes.
+func isLimit(err error) bool {
+	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) ||
+		errors.Is(err, syscall.ENOBUFS) || errors.Is(err, syscall.ENOMEM)
+}
+
+type controlFunc func(network, address string, c syscall.RawConn) error
+
+// dial connects to the listener's upstream: it resolves the name, then tries
+// every address in order, one at a time since control is for one socket at a
+// time. A lack of descriptors is waited out. All of it within dial_timeout.
+func (l *listener) dial(ctx context.Context, control controlFunc) (*net.TCPConn, error) {
+	ctx, cancel := context.WithTimeout(ctx, l.cfg.DialTimeout)
+	defer cancel()
+	for wait := 5 * time.Millisecond; ; wait = min(2*wait, 250*time.Millisecond) {
+		up, err := l.dialOnce(ctx, control)
+		if err == nil {
+			return up, nil
+		}
+		var de *dialError
+		if !errors.As(err, &de) || de.kind != dialLimit {
+			return nil, err
+		}
+		l.srv.limitWarn(l, "dial waits for a free descriptor", err)
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}
+
+func (l *listener) dialOnce(ctx context.Context, control controlFunc) (*net.TCPConn, error) {
+	addrs, err := l.resolve(ctx)
+	if err != nil {
+		return nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.cfg.Upstream, err)}
+	}
+	d := net.Dialer{Control: control, FallbackDelay: -1}
+	d.SetMultipathTCP(false)
+	l.cfg.KeepAlive.apply(&d.KeepAlive, &d.KeepAliveConfig)
+	var last *dialError
+	for i, a := range addrs {
+		end, _ := ctx.Deadline()
+		left := time.Until(end)
+		d.Timeout = max(left/time.Duration(len(addrs)-i), min(minDialShare, left))
+		c, err := d.DialContext(ctx, "tcp", a.String())
+		if err == nil {
+			return c.(*net.TCPConn), nil
+		}
+		// net hides the context's own error behind one of its kind.
+		if ctx.Err() != nil {
+			err = errors.Join(ctx.Err(), err)
+		}
+		last = &dialError{dialKind(err), fmt.Errorf("dial upstream %s: %w", a, err)}
+		if ctx.Err() != nil || last.kind == dialLimit {
+			break
+		}
+	}
+	return nil, last
+}
+
+// resolve returns the upstream's addresses, at least one.
+func (l *listener) resolve(ctx context.Context) ([]netip.AddrPort, error) {
+	if a, err := netip.ParseAddrPort(l.cfg.Upstream); err == nil {
+		return []netip.AddrPort{a}, nil
+	}
+	host, service, err := net.SplitHostPort(l.cfg.Upstream)
+	if err != nil {
+		return nil, err
+	}
+	port, err := l.srv.resolver.LookupPort(ctx, "tcp", service)
+	if err != nil {
+		return nil, err
+	}
+	ips, err := l.srv.resolver.LookupNetIP(ctx, "ip", host)
+	if err != nil {
+		return nil, err
+	}
+	if len(ips) == 0 {
+		return nil, &net.DNSError{Err: "no address", Name: host, IsNotFound: true}
+	}
+	addrs := make([]netip.AddrPort, 0, len(ips))
+	for _, ip := range ips {
+		addrs = append(addrs, netip.AddrPortFrom(ip.Unmap(), uint16(port)))
+	}
+	return addrs, nil
+}
+
+// apply sets the net package's two keepalive fields.
+func (k KeepAlive) apply(d *time.Duration, c *net.KeepAliveConfig) {
+	if k.Idle <= 0 {
+		*d = -1
+		return
+	}
+	*c = net.KeepAliveConfig{Enable: true, Idle: k.Idle, Interval: k.Interval, Count: k.Count}
+}
+
+// watchLeave calls left if the client resets down before the returned stop
+// is called; stop says whether it did. It reads nothing from down.
+func watchLeave(down *net.TCPConn, left func()) (stop func() bool) {
+	var gone atomic.Bool
+	done := make(chan struct{})
+	t := time.AfterFunc(leaveWatchAfter, func() {
+		defer close(done)
+		if waitHangUp(down) {
+			gone.Store(true)
+			left()
+		}
+	})
+	return func() bool {
+		if !t.Stop() {
+			down.SetReadDeadline(time.Unix(1, 0))
+			<-done
+			down.SetReadDeadline(time.Time{})
+		}
+		return gone.Load()
+	}
+}

@@ -1,0 +1,40 @@
+// Package proxy is a TCP proxy: it listens, dials, carries bytes both ways,
+// ends connections the way their ends did, drains, counts, and answers on an
+// admin endpoint. What can make a connection leave user space it knows only
+// as a Bypass; without one, and wherever the Bypass declines, it copies.
+//
+// # The life of a connection
+//
+//	accepted     the client is connected, nothing was read or written
+//	dialling     the upstream's addresses are tried, one after the other
+//	copying      bytes go through this process
+//	bypassed     a Route carries the connection
+//	half-closed  one direction has ended, the other goes on
+//	draining     copying, bypassed or half-closed while the server shuts down
+//	closed       both sockets are closed, the totals are final
+//
+// All transitions are in conn.go. The goroutine that ends the second direction
+// closes the connection.
+//
+// # What the two ends see
+//
+// The model is one TCP connection without a proxy. A FIN is passed on as a
+// FIN, in each direction by itself, after the last byte; the other direction
+// goes on for as long as anything moves. A reset is passed on as a reset, but
+// not before the far end has acknowledged (or, with a Route, read) what was
+// accepted for it: closing with SO_LINGER zero would throw that away. Nothing
+// waits for a first byte from either side. Timeouts, the end of a drain and
+// a second stop reset both ends at once.
+//
+// # Copying, and what an idle connection costs
+//
+// A direction that carries bulk data is an io.Copy between the two sockets,
+// splice(2) on Linux. Small messages are read and written through a shared
+// buffer that is held only while there is something in it. A direction on
+// which nothing moves has neither pipe nor buffer nor goroutine: its socket
+// waits in an epoll set, together with all the others.
+//
+// Sockets that get their bytes through somebody else's sockmap look readable
+// for ever to splice(2) and give it nothing, so a direction that read more
+// than its TCP ever received stays with plain reads and writes.
+package proxy

@@ -1,0 +1,237 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/rs/zerolog"
+
+	"shunt/splice"
+)
+
+// listener is a Listener at work.
+type listener struct {
+	srv      *Server
+	cfg      Listener
+	log      zerolog.Logger
+	ln       atomic.Pointer[net.TCPListener]
+	withdraw func()
+	noBypass splice.Reason // why no connection is bypassed, or empty
+	slots    slots
+	closing  chan struct{}
+	closed   sync.Once
+	loop     chan struct{} // closed when accept has returned; nil before
+
+	// What was, without the live connections; guarded by srv.mu.
+	past struct {
+		connections uint64
+		counts      counts
+		declined    map[splice.Reason]uint64
+		dialErrors  map[string]uint64
+		ends        map[string]uint64
+	}
+}
+
+func newListener(s *Server, cfg Listener) *listener {
+	l := &listener{
+		srv: s, cfg: cfg, closing: make(chan struct{}),
+		log: s.log.With().Str("listener", cfg.Name).Logger(),
+	}
+	l.past.declined = map[splice.Reason]uint64{}
+	l.past.dialErrors = map[string]uint64{}
+	l.past.ends = map[string]uint64{}
+	switch {
+	case cfg.Bypass == BypassOff:
+		l.noBypass = splice.ReasonOff
+	case s.bypass == nil:
+		l.noBypass = splice.ReasonUnsupported
+	case s.cfg.FIONREADWrong && cfg.Bypass == BypassAuto:
+		l.noBypass = splice.ReasonFIONREAD
+	}
+	return l
+}
+
+// open listens, and announces the listener to the bypass.
+func (l *listener) open() error {
+	var lc net.ListenConfig
+	// The bypass doesn't take MPTCP, and a plain connection is what was asked for.
+	lc.SetMultipathTCP(false)
+	l.cfg.KeepAlive.apply(&lc.KeepAlive, &lc.KeepAliveConfig)
+	n, err := lc.Listen(context.Background(), "tcp", l.cfg.Listen)
+	if err != nil {
+		return err
+	}
+	ln := n.(*net.TCPListener)
+	if l.noBypass == "" {
+		withdraw, err := l.srv.bypass.Listen(ln)
+		if err != nil {
+			l.log.Warn().Err(err).Msg("bypass off for this listener: it can't be announced")
+			l.noBypass = splice.ReasonError
+		} else {
+			l.withdraw = withdraw
+		}
+	}
+	l.ln.Store(ln)
+	e := l.log.Info().Stringer("addr", addrOf(ln.Addr())).Str("upstream", l.cfg.Upstream).Bool("bypass", l.noBypass == "")
+	if l.noBypass != "" {
+		e = e.Str("reason", string(l.noBypass))
+		if l.noBypass == splice.ReasonUnsupported && l.srv.cfg.BypassUnsupported != "" {
+			e = e.Str("unsupported", l.srv.cfg.BypassUnsupported)
+		}
+	}
+	e.Msg("listening")
+	l.loop = make(chan struct{})
+	return nil
+}
+
+// close stops accepting; it returns when the accept loop has, if it ran.
+func (l *listener) close() {
+	l.closed.Do(func() {
+		close(l.closing)
+		ln := l.ln.Load()
+		if ln == nil {
+			return
+		}
+		if l.withdraw != nil {
+			l.withdraw()
+		}
+		ln.Close()
+		if l.srv.draining.Load() {
+			<-l.loop
+		}
+	})
+}
+
+// accept is the accept loop. At the limit of connections it doesn't accept:
+// the next ones wait in the backlog until one ends.
+func (l *listener) accept() {
+	defer close(l.loop)
+	ln := l.ln.Load()
+	var wait time.Duration
+	for {
+		select {
+		case l.slots <- struct{}{}:
+		case <-l.closing:
+			return
+		}
+		t, err := ln.AcceptTCP()
+		if err == nil {
+			wait = 0
+			go l.add(t).serve()
+			continue
+		}
+		<-l.slots
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		l.srv.acceptErrors.Add(1)
+		msg := "accept failed"
+		if isLimit(err) {
+			msg = "accept waits for a free descriptor"
+		}
+		l.srv.limitWarn(l, msg, err)
+		wait = min(max(2*wait, 5*time.Millisecond), 500*time.Millisecond)
+		select {
+		case <-time.After(wait):
+		case <-l.closing:
+			return
+		}
+	}
+}
+
+// add makes an accepted socket a connection.
+func (l *listener) add(t *net.TCPConn) *conn {
+	s := l.srv
+	c := &conn{id: s.lastID.Add(1), l: l, start: time.Now()}
+	c.legs[0].tcp = t
+	s.live.Add(1)
+	s.mu.Lock()
+	s.conns[c.id] = c
+	l.past.connections++
+	s.mu.Unlock()
+	return c
+}
+
+// finished takes a closed connection out of the live ones.
+func (l *listener) finished(c *conn) {
+	s := l.srv
+	n := c.counts()
+	s.mu.Lock()
+	delete(s.conns, c.id)
+	l.past.counts.add(n)
+	l.past.ends[c.cause]++
+	s.mu.Unlock()
+	if s.cfg.AccessLog {
+		c.logAccess(n)
+	}
+	l.log.Debug().Uint64("conn", c.id).Str("cause", c.cause).Msg("connection closed")
+	<-l.slots
+	s.live.Done()
+}
+
+func (l *listener) declined(r splice.Reason) {
+	l.srv.mu.Lock()
+	l.past.declined[r]++
+	l.srv.mu.Unlock()
+}
+
+func (l *listener) dialFailed(kind string) {
+	l.srv.mu.Lock()
+	l.past.dialErrors[kind]++
+	l.srv.mu.Unlock()
+}
+
+// counts are a connection's bytes, by splice.Direction, and the bypass's
+// counters. queued and direct are of the moment, the others totals.
+type counts struct {
+	copied, bypassed [2]uint64
+	runs, waits      uint64
+	queued           [2]uint64
+	direct           [2]bool
+}
+
+func (c *counts) add(o counts) {
+	for d := range c.copied {
+		c.copied[d] += o.copied[d]
+		c.bypassed[d] += o.bypassed[d]
+	}
+	c.runs += o.runs
+	c.waits += o.waits
+}
+
+// path is how a direction's bytes went.
+func (c *counts) path(d splice.Direction, routed bool) string {
+	switch {
+	case !routed:
+		return "copy"
+	case c.copied[d] > 0 && c.bypassed[d] > 0:
+		return "both"
+	case c.copied[d] > 0:
+		return "copy"
+	}
+	return "bypass"
+}
+
+// logAccess writes the one line about a connection that has ended.
+func (c *conn) logAccess(n counts) {
+	e := c.l.log.Info().Uint64("conn", c.id).Time("start", c.start).Dur("duration", time.Since(c.start)).
+		Str("down", addrString(c.down().RemoteAddr())).Str("down_local", addrString(c.down().LocalAddr())).
+		Str("upstream", c.l.cfg.Upstream)
+	if up := c.legs[1].tcp; up != nil {
+		e = e.Str("up", addrString(up.RemoteAddr())).Str("up_local", addrString(up.LocalAddr()))
+	}
+	for _, d := range []splice.Direction{splice.Up, splice.Down} {
+		e = e.Str(fmt.Sprintf("%s_path", d), n.path(d, c.route != nil)).
+			Uint64(fmt.Sprintf("%s_copied", d), n.copied[d]).
+			Uint64(fmt.Sprintf("%s_bypassed", d), n.bypassed[d])
+	}
+	if c.reason != "" {
+		e = e.Str("declined", string(c.reason))
+	}
+	e.Str("end", c.cause).Msg("connection")
+}

@@ -1,0 +1,132 @@
+package proxy
+
+import (
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"shunt/splice"
+)
+
+// metrics is the prometheus.Collector of a Server. Everything is read at the
+// scrape: past connections' totals plus the live ones'.
+type metrics struct {
+	srv      *Server
+	registry *prometheus.Registry
+
+	mu   sync.Mutex
+	high []counts // by listener, the highest seen: counters never go back
+
+	connections, active, bytes, declined, runs, dialErrors, acceptErrors, waits, ends, bypass *prometheus.Desc
+}
+
+func newMetrics(s *Server) *metrics {
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc("shunt_"+name, help, labels, nil)
+	}
+	m := &metrics{
+		srv: s, registry: prometheus.NewRegistry(), high: make([]counts, len(s.listeners)),
+		connections:  desc("connections_total", "Connections accepted.", "listener"),
+		active:       desc("connections_active", "Live connections, by path; path dialling: not decided yet.", "listener", "path"),
+		bytes:        desc("bytes_total", "Bytes toward the upstream or the downstream, by path.", "listener", "direction", "path"),
+		declined:     desc("bypass_declined_total", "Connections copied instead of bypassed, by reason.", "listener", "reason"),
+		runs:         desc("verdict_runs_total", "Runs of the verdict for the applications' sends.", "listener"),
+		dialErrors:   desc("dial_errors_total", "Connections for which the upstream was not reached, by kind.", "listener", "kind"),
+		acceptErrors: desc("accept_errors_total", "Errors of accept."),
+		waits:        desc("queue_waits_total", "Waits for room in a bypassed receiver's queue.", "listener"),
+		ends:         desc("connections_ended_total", "Connections ended, by who ended them and how.", "listener", "cause"),
+		bypass:       desc("bypass_enabled", "Whether the listener's connections may be bypassed; if not, why.", "listener", "reason"),
+	}
+	m.registry.MustRegister(m, collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return m
+}
+
+// Describe implements prometheus.Collector.
+func (m *metrics) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{m.connections, m.active, m.bytes, m.declined, m.runs,
+		m.dialErrors, m.acceptErrors, m.waits, m.ends, m.bypass} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (m *metrics) Collect(ch chan<- prometheus.Metric) {
+	counter := func(d *prometheus.Desc, v uint64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
+	}
+	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	s := m.srv
+	// One hold of the mutex for all of it: a connection is live or past, never both or
+	// neither.
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	total := make([]counts, len(s.listeners))
+	paths := make([]map[string]int, len(s.listeners))
+	index := map[*listener]int{}
+	for i, l := range s.listeners {
+		index[l] = i
+		total[i].add(l.past.counts)
+		paths[i] = map[string]int{"copy": 0, "bypass": 0, "dialling": 0}
+	}
+	for _, c := range s.conns {
+		i := index[c.l]
+		c.mu.Lock()
+		total[i].add(c.countsLocked())
+		switch {
+		case c.state < stateCopying:
+			paths[i]["dialling"]++
+		case c.route != nil:
+			paths[i]["bypass"]++
+		default:
+			paths[i]["copy"]++
+		}
+		c.mu.Unlock()
+	}
+	for i, l := range s.listeners {
+		name := l.cfg.Name
+		h := &m.high[i]
+		h.raise(total[i])
+		counter(m.connections, l.past.connections, name)
+		for path, n := range paths[i] {
+			gauge(m.active, float64(n), name, path)
+		}
+		for _, d := range []splice.Direction{splice.Up, splice.Down} {
+			counter(m.bytes, h.copied[d], name, d.String(), "copy")
+			counter(m.bytes, h.bypassed[d], name, d.String(), "bypass")
+		}
+		for _, r := range splice.Reasons {
+			counter(m.declined, l.past.declined[r], name, string(r))
+		}
+		counter(m.runs, h.runs, name)
+		counter(m.waits, h.waits, name)
+		for _, k := range dialKinds {
+			counter(m.dialErrors, l.past.dialErrors[k], name, k)
+			counter(m.ends, l.past.ends["dial-"+k], name, "dial-"+k)
+		}
+		for _, c := range causes {
+			counter(m.ends, l.past.ends[c], name, c)
+		}
+		on := 0.0
+		if l.noBypass == "" {
+			on = 1
+		}
+		gauge(m.bypass, on, name, string(l.noBypass))
+	}
+	counter(m.acceptErrors, s.acceptErrors.Load())
+}
+
+// raise makes each total at least o's.
+func (c *counts) raise(o counts) {
+	for d := range c.copied {
+		c.copied[d] = max(c.copied[d], o.copied[d])
+		c.bypassed[d] = max(c.bypassed[d], o.bypassed[d])
+	}
+	c.runs = max(c.runs, o.runs)
+	c.waits = max(c.waits, o.waits)
+}

@@ -1,0 +1,371 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/rs/zerolog"
+
+	"shunt/splice"
+)
+
+// Server is a running proxy: its listeners, their connections, and the admin
+// endpoint. Its methods are safe for concurrent use.
+type Server struct {
+	cfg       Config
+	bypass    Bypass
+	log       zerolog.Logger
+	resolver  *net.Resolver
+	listeners []*listener
+	parking   *parking
+	pipes     budget
+	admin     *admin
+	metrics   *metrics
+
+	lastID   atomic.Uint64
+	ready    atomic.Bool
+	draining atomic.Bool
+	live     sync.WaitGroup
+
+	mu      sync.Mutex
+	conns   map[uint64]*conn
+	started bool
+	stopped chan struct{} // closed when everything is; made by Shutdown
+
+	acceptErrors atomic.Uint64
+	limitLog     rate
+	dialLog      rate
+	bypassLog    rate
+}
+
+// New checks cfg and returns a Server that isn't started. A nil bypass means
+// that every connection is copied.
+func New(cfg Config, bypass Bypass, log zerolog.Logger) (*Server, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	s := &Server{
+		cfg: cfg, bypass: bypass, log: log,
+		resolver: net.DefaultResolver,
+		conns:    map[uint64]*conn{},
+	}
+	for _, lc := range cfg.Listeners {
+		s.listeners = append(s.listeners, newListener(s, lc))
+	}
+	s.metrics = newMetrics(s)
+	return s, nil
+}
+
+// Validate returns what is wrong with c, or nil.
+func (c Config) Validate() error {
+	if len(c.Listeners) == 0 {
+		return errors.New("no listener")
+	}
+	names := map[string]bool{}
+	for i, l := range c.Listeners {
+		if l.Name == "" {
+			return fmt.Errorf("listener %d: no name", i+1)
+		}
+		if names[l.Name] {
+			return fmt.Errorf("listener %q: the name is used twice", l.Name)
+		}
+		names[l.Name] = true
+		if err := l.validate(); err != nil {
+			return fmt.Errorf("listener %q: %w", l.Name, err)
+		}
+	}
+	if c.Admin != "" {
+		if path, ok := strings.CutPrefix(c.Admin, "unix:"); ok {
+			if path == "" {
+				return errors.New(`admin: "unix:" without a path`)
+			}
+		} else if _, err := net.ResolveTCPAddr("tcp", c.Admin); err != nil {
+			return fmt.Errorf("admin: %w", err)
+		}
+	}
+	return nil
+}
+
+func (l Listener) validate() error {
+	if l.Listen == "" {
+		return errors.New("listen: no address")
+	}
+	if _, err := net.ResolveTCPAddr("tcp", l.Listen); err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	host, port, err := net.SplitHostPort(l.Upstream)
+	if err != nil {
+		return fmt.Errorf("upstream: %w", err)
+	}
+	if host == "" {
+		return fmt.Errorf("upstream %q: no host", l.Upstream)
+	}
+	if n, err := net.LookupPort("tcp", port); err != nil || n == 0 {
+		return fmt.Errorf("upstream %q: no such port", l.Upstream)
+	}
+	switch l.Bypass {
+	case BypassAuto, BypassOn, BypassOff:
+	default:
+		return fmt.Errorf("bypass %q: not auto, on or off", l.Bypass)
+	}
+	if l.MaxConnections < 0 {
+		return fmt.Errorf("max_connections %d: negative", l.MaxConnections)
+	}
+	if l.DialTimeout <= 0 {
+		return fmt.Errorf("dial_timeout %v: not positive", l.DialTimeout)
+	}
+	for _, t := range []struct {
+		name string
+		d    time.Duration
+	}{
+		{"idle_timeout", l.IdleTimeout}, {"half_open_timeout", l.HalfOpenTimeout},
+		{"drain_timeout", l.DrainTimeout},
+	} {
+		if t.d < 0 {
+			return fmt.Errorf("%s %v: negative", t.name, t.d)
+		}
+	}
+	if k := l.KeepAlive; k.Idle > 0 && (k.Interval <= 0 || k.Count <= 0) {
+		return errors.New("keepalive: interval and count must be positive")
+	}
+	return nil
+}
+
+// Start opens all listeners and the admin endpoint, or none of them. It
+// raises RLIMIT_NOFILE to its hard limit first. It may be called once.
+func (s *Server) Start() (err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.started {
+		return errors.New("server was started before")
+	}
+	s.started = true
+	files, err := raiseFileLimit()
+	if err != nil {
+		return fmt.Errorf("getrlimit RLIMIT_NOFILE: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			for _, l := range s.listeners {
+				l.close()
+			}
+			if s.admin != nil {
+				s.admin.close()
+			}
+			if s.parking != nil {
+				s.parking.close()
+			}
+		}
+	}()
+	if s.parking, err = newParking(s.wake); err != nil {
+		return err
+	}
+	for _, l := range s.listeners {
+		if err := l.open(); err != nil {
+			return fmt.Errorf("listener %q: %w", l.cfg.Name, err)
+		}
+	}
+	if s.cfg.Admin != "" {
+		if s.admin, err = openAdmin(s); err != nil {
+			return fmt.Errorf("admin: %w", err)
+		}
+	}
+	s.share(files)
+	for _, l := range s.listeners {
+		go l.accept()
+	}
+	s.ready.Store(true)
+	return nil
+}
+
+// wake is the parking's.
+func (s *Server) wake(id uint64, d splice.Direction) {
+	s.mu.Lock()
+	c := s.conns[id]
+	s.mu.Unlock()
+	if c != nil {
+		c.wake(d)
+	}
+}
+
+// Files that a connection takes, and what is left for everything else.
+const (
+	filesPerConn = 2  // its sockets
+	filesPerPipe = 2  // splice(2) goes through a pipe
+	filesSpare   = 16 // the resolver, the admin endpoint's clients, sockets on their way from one place to another
+)
+
+// share divides the files up. A connection has two sockets and, on average,
+// one pipe; a direction that gets no pipe copies without.
+func (s *Server) share(files uint64) {
+	free := int64(min(files, 1<<30)) - openFiles() - filesSpare
+	conns := max(free/(filesPerConn+filesPerPipe), 1)
+	derived := make(slots, conns)
+	for _, l := range s.listeners {
+		if l.cfg.MaxConnections == 0 {
+			l.slots = derived
+			continue
+		}
+		l.slots = make(slots, l.cfg.MaxConnections)
+		if int64(l.cfg.MaxConnections) > free/filesPerConn {
+			l.log.Warn().Int("max_connections", l.cfg.MaxConnections).Uint64("rlimit_nofile", files).
+				Msg("max_connections is more than the open files allow")
+		}
+	}
+	s.pipes.left.Store(max((free-conns*filesPerConn)/filesPerPipe, 0))
+}
+
+// openFiles is how many descriptors are in use, or a guess.
+func openFiles() int64 {
+	for _, dir := range []string{"/proc/self/fd", "/dev/fd"} {
+		if d, err := os.Open(dir); err == nil {
+			names, err := d.Readdirnames(-1)
+			d.Close()
+			if err == nil {
+				return int64(len(names))
+			}
+		}
+	}
+	return 16
+}
+
+// slots are places for connections; the listeners without a limit of their
+// own have them in common.
+type slots chan struct{}
+
+// Addrs returns the listening addresses, with real ports after Start.
+func (s *Server) Addrs() []ListenAddr {
+	var a []ListenAddr
+	for _, l := range s.listeners {
+		if ln := l.ln.Load(); ln != nil {
+			a = append(a, ListenAddr{Name: l.cfg.Name, Addr: addrOf(ln.Addr())})
+		}
+	}
+	return a
+}
+
+// AdminAddr returns where the admin endpoint listens: "host:port" with the
+// real port, "unix:/path", or "" where there is none.
+func (s *Server) AdminAddr() string {
+	if s.admin == nil {
+		return ""
+	}
+	return s.admin.addr
+}
+
+// Shutdown drains the server: it isn't ready any more, stops accepting, and
+// lets live connections finish until their listener's drain timeout resets
+// them. It returns nil when everything is closed. When ctx ends first, the
+// rest is reset at once, and ctx's error is returned, also then with everything closed.
+// Later calls wait for the same end, and their contexts count too.
+func (s *Server) Shutdown(ctx context.Context) error {
+	s.mu.Lock()
+	first := s.stopped == nil
+	if first {
+		s.stopped = make(chan struct{})
+	}
+	started := s.started && s.parking != nil && s.ready.Load()
+	s.mu.Unlock()
+	if first {
+		if !started {
+			close(s.stopped)
+			return nil
+		}
+		s.draining.Store(true)
+		s.ready.Store(false)
+		s.log.Info().Int("connections", s.liveCount()).Msg("draining")
+		go s.drain()
+	}
+	select {
+	case <-s.stopped:
+		return nil
+	case <-ctx.Done():
+	}
+	select {
+	case <-s.stopped:
+		return nil
+	default:
+	}
+	s.killAll(nil, causeStop)
+	<-s.stopped
+	return ctx.Err()
+}
+
+func (s *Server) drain() {
+	for _, l := range s.listeners {
+		l.close()
+	}
+	// Only after the accept loops: no connection is missed.
+	var timers []*time.Timer
+	for _, l := range s.listeners {
+		timers = append(timers, time.AfterFunc(l.cfg.DrainTimeout, func() { s.killAll(l, causeDrain) }))
+	}
+	s.live.Wait()
+	for _, t := range timers {
+		t.Stop()
+	}
+	s.parking.close()
+	if s.admin != nil {
+		s.admin.close()
+	}
+	close(s.stopped)
+}
+
+// killAll resets the connections of l, or all.
+func (s *Server) killAll(l *listener, cause string) {
+	s.mu.Lock()
+	var cs []*conn
+	for _, c := range s.conns {
+		if l == nil || c.l == l {
+			cs = append(cs, c)
+		}
+	}
+	s.mu.Unlock()
+	for _, c := range cs {
+		c.kill(cause, true)
+	}
+}
+
+func (s *Server) liveCount() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.conns)
+}
+
+// rate lets one through in each second, and counts the others.
+type rate struct {
+	mu      sync.Mutex
+	last    time.Time
+	skipped int
+}
+
+func (r *rate) allow() (skipped int, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := time.Now()
+	if now.Sub(r.last) < time.Second {
+		r.skipped++
+		return 0, false
+	}
+	skipped, r.skipped, r.last = r.skipped, 0, now
+	return skipped, true
+}
+
+func (s *Server) limitWarn(l *listener, msg string, err error) {
+	if n, ok := s.limitLog.allow(); ok {
+		l.log.Warn().Err(err).Int("skipped", n).Msg(msg)
+	}
+}
+
+func (s *Server) dialWarn(l *listener, kind string, err error) {
+	if n, ok := s.dialLog.allow(); ok {
+		l.log.Warn().Err(err).Str("kind", kind).Int("skipped", n).Msg("upstream not reached")
+	}
+}

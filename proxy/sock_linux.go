@@ -1,0 +1,96 @@
+package proxy
+
+import (
+	"net"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// tcpClosed is TCP_CLOSE of the kernel's tcp_states.h.
+const tcpClosed = 7
+
+// resetKeepsBytes says that unacked works, so that a reset can be held back
+// until the bytes before it have arrived.
+const resetKeepsBytes = true
+
+// movesHaveTimes says that readTCPStats works.
+const movesHaveTimes = true
+
+// tcpStats is what the kernel knows about one leg.
+type tcpStats struct {
+	state    uint8
+	received uint64        // bytes that came over TCP; a FIN counts as one
+	acked    uint64        // bytes that the peer has acknowledged
+	lastData time.Duration // since data came
+	lastAck  time.Duration // since an ACK came
+}
+
+func control(c syscall.Conn, f func(fd int) error) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) { err = f(int(fd)) })
+	if cerr != nil {
+		return cerr
+	}
+	return err
+}
+
+func readTCPStats(c *net.TCPConn) (s tcpStats, ok bool) {
+	err := control(c, func(fd int) error {
+		i, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+		if err != nil {
+			return err
+		}
+		s = tcpStats{
+			state: i.State, received: i.Bytes_received, acked: i.Bytes_acked,
+			lastData: time.Duration(i.Last_data_recv) * time.Millisecond,
+			lastAck:  time.Duration(i.Last_ack_recv) * time.Millisecond,
+		}
+		return nil
+	})
+	return s, err == nil
+}
+
+// unacked is how many bytes, a FIN included, the peer hasn't acknowledged.
+func unacked(c *net.TCPConn) (n int, ok bool) {
+	err := control(c, func(fd int) (err error) {
+		n, err = unix.IoctlGetInt(fd, unix.SIOCOUTQ)
+		return err
+	})
+	return n, err == nil
+}
+
+// takeError reads and clears the socket's pending error.
+func takeError(c *net.TCPConn) error {
+	var e int
+	err := control(c, func(fd int) (err error) {
+		e, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR)
+		return err
+	})
+	if err != nil || e == 0 {
+		return err
+	}
+	return syscall.Errno(e)
+}
+
+// waitHangUp blocks until the peer has reset c or c's read deadline has passed,
+// and reads nothing. A FIN alone is no hang-up: the peer may still be reading.
+func waitHangUp(c *net.TCPConn) bool {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return false
+	}
+	return raw.Read(func(fd uintptr) bool {
+		p := []unix.PollFd{{Fd: int32(fd)}}
+		n, err := unix.Poll(p, 0)
+		return err == nil && n > 0 && p[0].Revents&(unix.POLLERR|unix.POLLHUP) != 0
+	}) == nil
+}
+
+// bytesBesideTCP says that read bytes came to a socket on which TCP received
+// only received: some reached its queue through a sockmap, past TCP.
+func bytesBesideTCP(read, received uint64) bool { return read > received }
