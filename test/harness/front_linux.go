@@ -1,9 +1,9 @@
 package harness
 
 import (
-	"os"
 	"fmt"
 	"net"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
@@ -110,7 +110,7 @@ func StartPeer(p Path, dir, listen, upstream string, ns *Netns) (*Process, error
 	case HAProxy:
 		file := filepath.Join(dir, "haproxy.cfg")
 		if err := os.WriteFile(file, fmt.Appendf(nil, `global
-    maxconn 20000
+    maxconn 9000
     nbthread 2
 defaults
     mode tcp

@@ -64,7 +64,11 @@ func ServeListener(t testing.TB, ln *net.TCPListener, handle func(c *net.TCPConn
 	})
 	t.Cleanup(func() {
 		ln.Close()
-		if err := WithinErr(2*Patience, func() error { s.wg.Wait(); return nil }); err != nil {
+		patience := 2 * Patience
+		if t.Failed() {
+			patience = time.Second
+		}
+		if err := WithinErr(patience, func() error { s.wg.Wait(); return nil }); err != nil && !t.Failed() {
 			t.Errorf("service: %v", err)
 		}
 		s.mu.Lock()

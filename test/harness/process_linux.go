@@ -167,7 +167,8 @@ func Port(t testing.TB, ns *Netns) int {
 	return port
 }
 
-// WaitListening waits until something accepts connections at addr, or p (unless it is nil) has ended.
+// WaitListening waits until something listens at addr, or p (unless it is
+// nil) has ended. It doesn't connect: a service behind addr would see that.
 func WaitListening(ns *Netns, addr string, p *Process, limit time.Duration) error {
 	gone := false
 	err := Poll(limit, func() error {
@@ -179,9 +180,13 @@ func WaitListening(ns *Netns, addr string, p *Process, limit time.Duration) erro
 			default:
 			}
 		}
-		c, err := ns.Dial(&net.Dialer{Timeout: time.Second}, addr)
+		ln, err := ns.Listen("tcp", addr)
 		if err == nil {
-			c.Close()
+			ln.Close()
+			return fmt.Errorf("nothing listens at %s", addr)
+		}
+		if errors.Is(err, syscall.EADDRINUSE) {
+			return nil
 		}
 		return err
 	})
