@@ -188,13 +188,13 @@ type demoShunt struct {
 
 // logLine is what the demo reads of shunt's log.
 type logLine struct {
-	Level    string `json:"level"`
-	Message  string `json:"message"`
-	Listener string `json:"listener"`
-	Listen   string `json:"listen"`
-	Verdict  string `json:"verdict"`
-	Reason   string `json:"reason"`
-	Error    string `json:"error"`
+	Level     string            `json:"level"`
+	Message   string            `json:"message"`
+	Listeners map[string]string `json:"listeners"`
+	Admin     string            `json:"admin"`
+	Verdict   string            `json:"verdict"`
+	Reason    string            `json:"reason"`
+	Error     string            `json:"error"`
 }
 
 // logWatch reads shunt's log as it is written.
@@ -239,17 +239,15 @@ func (w *logWatch) line(text []byte) {
 		w.shunt.verdict = l.Verdict
 	case msgBypassOff:
 		w.shunt.bypassReason = l.Reason
-	case msgListenerUp:
-		w.shunt.addrs[l.Listener] = l.Listen
-	case msgAdminUp:
-		w.shunt.admin = l.Listen
+	case msgReady:
+		w.shunt.addrs, w.shunt.admin = l.Listeners, l.Admin
 		close(w.ready)
 	}
 }
 
 // startShunt runs "shunt run" and waits until it has said what it listens on.
 func (f *children) startShunt(ctx context.Context, config string) (*demoShunt, error) {
-	s := &demoShunt{addrs: map[string]string{}}
+	s := &demoShunt{}
 	watch := &logWatch{shunt: s, ready: make(chan struct{})}
 	c, err := f.start(ctx, "shunt", []string{"run", "--config", "-"}, strings.NewReader(config), watch)
 	if err != nil {

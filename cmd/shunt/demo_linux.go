@@ -1,11 +1,13 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"os"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -18,6 +20,26 @@ func childAttr() *syscall.SysProcAttr {
 // blockingConn is a TCP socket in blocking mode. The os.File of a blocking
 // descriptor isn't given to the runtime's poller.
 type blockingConn struct{ *os.File }
+
+// Read implements io.Reader. On the bypass, a signal ends a blocking read that
+// waits with EAGAIN, where TCP restarts it (tcp_msg_wait_data waits once,
+// net/ipv4/tcp_bpf.c), and the Go runtime preempts by signals. Only with the
+// time used up, EAGAIN is the time-out.
+func (c blockingConn) Read(p []byte) (int, error) {
+	var begin time.Time
+	for {
+		n, err := c.File.Read(p)
+		if !errors.Is(err, unix.EAGAIN) {
+			return n, err
+		}
+		if begin.IsZero() {
+			begin = time.Now()
+		}
+		if time.Since(begin) >= demoIOTimeout {
+			return n, os.ErrDeadlineExceeded
+		}
+	}
+}
 
 // CloseWrite sends FIN.
 func (c blockingConn) CloseWrite() error {

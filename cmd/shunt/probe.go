@@ -81,7 +81,7 @@ func printReport(s streams, r *splice.Report) error {
 	if !r.FIONREAD {
 		fionread = `wrong for redirected bytes: bypass = "auto" copies, "on" doesn't`
 	}
-	_, err := fmt.Fprintf(s.out, "bypass: possible on kernel %s\nverdict: %s\nqueue limit: %s per receiver, %s in all\nFIONREAD: %s\n",
-		r.Kernel, r.Verdict, size(r.QueueLimit), size(r.Budget), fionread)
+	_, err := fmt.Fprintf(s.out, "bypass: possible on kernel %s\nverdict: %s\nqueue limit: %s per receiver, %dMiB in all\nFIONREAD: %s\n",
+		r.Kernel, r.Verdict, size(r.QueueLimit), r.Budget>>20, fionread)
 	return err
 }

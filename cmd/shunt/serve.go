@@ -16,10 +16,9 @@ import (
 
 // Messages that the demo waits for in the log of the shunt that it runs.
 const (
-	msgBypassOn   = "bypass on"
-	msgBypassOff  = "bypass off"
-	msgListenerUp = "listener up"
-	msgAdminUp    = "admin up"
+	msgBypassOn  = "bypass on"
+	msgBypassOff = "bypass off"
+	msgReady     = "ready"
 )
 
 func runCommand(ctx context.Context, c *command, args []string, s streams) int {
@@ -92,13 +91,12 @@ func serve(ctx context.Context, fc *fileConfig, log zerolog.Logger) (err error) 
 	if err := server.Start(); err != nil {
 		return err
 	}
-	logAddresses(fc, server, log)
+	logReady(server, log)
 
 	select {
 	case sig := <-signals:
-		log.Info().Str("signal", sig.String()).Msg("draining")
+		log.Info().Str("signal", sig.String()).Msg("asked to end")
 	case <-ctx.Done():
-		log.Info().Msg("draining")
 	}
 	return drain(server, signals, log)
 }
@@ -146,20 +144,13 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	return kernel, nil
 }
 
-// logAddresses says what is open, with the ports that the kernel chose.
-func logAddresses(fc *fileConfig, server *proxy.Server, log zerolog.Logger) {
-	upstream := map[string]listenerTable{}
-	for _, l := range fc.Listeners {
-		upstream[l.Name] = l
-	}
+// logReady says what is open, with the ports that the kernel chose.
+func logReady(server *proxy.Server, log zerolog.Logger) {
+	listeners := zerolog.Dict()
 	for _, a := range server.Addrs() {
-		l := upstream[a.Name]
-		log.Info().Str("listener", a.Name).Str("listen", a.Addr.String()).
-			Str("upstream", l.Upstream).Str("bypass", l.Bypass).Msg(msgListenerUp)
+		listeners.Str(a.Name, a.Addr.String())
 	}
-	if admin := server.AdminAddr(); admin != "" {
-		log.Info().Str("listen", admin).Msg(msgAdminUp)
-	}
+	log.Info().Dict("listeners", listeners).Str("admin", server.AdminAddr()).Msg(msgReady)
 }
 
 // drain lets live connections finish; a second signal ends them.

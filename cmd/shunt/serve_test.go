@@ -99,6 +99,14 @@ func waitEntry(t *testing.T, lines <-chan map[string]any, message string) map[st
 	}
 }
 
+// waitReady returns the address of the listener "web".
+func waitReady(t *testing.T, lines <-chan map[string]any) string {
+	t.Helper()
+	listeners, _ := waitEntry(t, lines, msgReady)["listeners"].(map[string]any)
+	addr, _ := listeners["web"].(string)
+	return addr
+}
+
 func exchange(t *testing.T, c net.Conn, text string) {
 	t.Helper()
 	c.SetDeadline(time.Now().Add(testWait))
@@ -158,11 +166,10 @@ func TestRunServesAndEndsWithItsContext(t *testing.T) {
 		if waitEntry(t, lines, msgBypassOff)["reason"] == nil {
 			t.Error("bypass off without a reason")
 		}
-		up := waitEntry(t, lines, msgListenerUp)
-		if up["listener"] != "web" || up["upstream"] != upstream {
-			t.Errorf("listener up: %v", up)
+		if up := waitEntry(t, lines, "listening"); up["listener"] != "web" || up["upstream"] != upstream {
+			t.Errorf("listening: %v", up)
 		}
-		c := dial(t, up["listen"].(string))
+		c := dial(t, waitReady(t, lines))
 		exchange(t, c, "hello")
 		c.Close()
 		cancel()
@@ -237,7 +244,7 @@ func (p *process) wait(t *testing.T) int {
 
 func TestSigtermLetsConnectionsFinish(t *testing.T) {
 	p := startProcess(t, copyConfig(echoService(t), `drain_timeout = "1m"`))
-	addr := waitEntry(t, p.lines, msgListenerUp)["listen"].(string)
+	addr := waitReady(t, p.lines)
 	c := dial(t, addr)
 	exchange(t, c, "before")
 	p.signal(t)
@@ -262,7 +269,7 @@ func TestSigtermLetsConnectionsFinish(t *testing.T) {
 
 func TestDrainTimeoutEndsConnections(t *testing.T) {
 	p := startProcess(t, copyConfig(echoService(t), `drain_timeout = "100ms"`))
-	c := dial(t, waitEntry(t, p.lines, msgListenerUp)["listen"].(string))
+	c := dial(t, waitReady(t, p.lines))
 	exchange(t, c, "before")
 	p.signal(t)
 	if code := p.wait(t); code != 0 {
@@ -275,7 +282,7 @@ func TestDrainTimeoutEndsConnections(t *testing.T) {
 
 func TestSecondSignalEndsNow(t *testing.T) {
 	p := startProcess(t, copyConfig(echoService(t), `drain_timeout = "10m"`))
-	c := dial(t, waitEntry(t, p.lines, msgListenerUp)["listen"].(string))
+	c := dial(t, waitReady(t, p.lines))
 	exchange(t, c, "before")
 	p.signal(t)
 	waitEntry(t, p.lines, "draining")
@@ -350,7 +357,7 @@ permanent  no  sends fail with EACCES
 
 bypass: possible on kernel 6.18.44
 verdict: every
-queue limit: 4MiB per receiver, 1GiB in all
+queue limit: 4MiB per receiver, 1024MiB in all
 FIONREAD: right for redirected bytes
 `},
 	} {
