@@ -462,6 +462,7 @@ func (c *conn) kill(cause string, rst bool) {
 	for d := range c.flows {
 		if c.flows[d].state == flowParked {
 			c.flows[d].state = flowEnded
+			c.l.srv.tidy.resting.Add(-1)
 		}
 	}
 	c.mu.Unlock()
@@ -488,6 +489,7 @@ func (c *conn) park(d splice.Direction) bool {
 	}
 	f.parkedOnce = true
 	f.state = flowParked
+	c.l.srv.tidy.rest()
 	return true
 }
 
@@ -497,6 +499,7 @@ func (c *conn) wake(d splice.Direction) {
 	parked := c.flows[d].state == flowParked
 	if parked {
 		c.flows[d].state = flowMoving
+		c.l.srv.tidy.resting.Add(-1)
 	}
 	c.mu.Unlock()
 	if parked {

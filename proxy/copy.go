@@ -14,7 +14,7 @@ const (
 	quietPeriod = 250 * time.Millisecond
 	// freshPeriod is the same for a connection that has just begun: most speak
 	// at once, and the others shouldn't cost two goroutines for long.
-	freshPeriod = 20 * time.Millisecond
+	freshPeriod = 5 * time.Millisecond
 )
 
 // buffers are for bytes on their way; nothing waits with one in hand.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -123,6 +124,9 @@ func (l *listener) accept() {
 		if err == nil {
 			wait = 0
 			go l.add(t).serve()
+			// In a burst let those that are here get on first: goroutines that
+			// pile up in their dials cost memory that idle connections don't.
+			runtime.Gosched()
 			continue
 		}
 		<-l.slots

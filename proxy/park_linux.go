@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"runtime"
 
 	"golang.org/x/sys/unix"
 
@@ -49,6 +50,8 @@ func newParking(wake func(id uint64, d splice.Direction)) (*parking, error) {
 			for _, e := range events[:n] {
 				key := uint64(uint32(e.Fd)) | uint64(uint32(e.Pad))<<32
 				wake(key>>1, splice.Direction(key&1))
+				// As in the accept loop: no pile of goroutines when many wake at once.
+				runtime.Gosched()
 			}
 		}
 	}()

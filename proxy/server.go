@@ -26,6 +26,7 @@ type Server struct {
 	listeners []*listener
 	parking   *parking
 	pipes     budget
+	tidy      tidy
 	admin     *admin
 	metrics   *metrics
 
@@ -42,7 +43,6 @@ type Server struct {
 	acceptErrors atomic.Uint64
 	limitLog     rate
 	dialLog      rate
-	bypassLog    rate
 }
 
 // New checks cfg and returns a Server that isn't started. A nil bypass means
