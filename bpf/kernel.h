@@ -57,6 +57,11 @@ struct sk_psock {
 	__u32 apply_bytes;
 } kernel_type;
 
+/* What an sk_msg program's context really is. */
+struct sk_msg {
+	struct sock *sk_redir;
+} kernel_type;
+
 struct seq_file;
 
 struct bpf_iter_meta {

@@ -611,6 +611,17 @@ int on_send(struct sk_msg_md *m)
 		return SK_PASS;
 	f->runs++;
 	/*
+	 * The rest of a message whose beginning was redirected: the kernel still has
+	 * the target in the message, and sends the rest there too (with the window
+	 * that was asked for then), whatever is said now. So the bound is exceeded
+	 * by one message at most, and order is safe: nothing of this send took TCP.
+	 */
+	if (BPF_CORE_READ((struct sk_msg *)m, sk_redir)) {
+		if (verdict_mode == MODE_WINDOW)
+			f->granted += window;
+		return SK_PASS;
+	}
+	/*
 	 * Not equal: bytes that were sent before are still on their way through
 	 * shunt. write_seq can't move, its socket is locked; forwarded only grows.
 	 */

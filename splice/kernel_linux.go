@@ -33,6 +33,9 @@ const (
 	limitEvery = 50 * time.Millisecond
 	// surveyAge is how old the view of all sockets may be that Stats uses.
 	surveyAge = 200 * time.Millisecond
+	// stallAfter is how long a receiver may leave its very first redirected
+	// bytes untouched before it is said to be stalled.
+	stallAfter = 10 * time.Second
 	// stallMemory is how long later connections of a stalled peer are copied.
 	stallMemory = 10 * time.Minute
 	// appSndbuf is SO_SNDBUF of an enrolled application's socket: the kernel
@@ -49,12 +52,13 @@ type Kernel struct {
 	report Report
 	mode   bpf.ShuntMode
 
-	obj    bpf.ShuntObjects
-	links  []link.Link
-	iter   *link.Iter
-	mem    []byte
-	pairs  []bpf.ShuntPair
-	budget uint64
+	obj        bpf.ShuntObjects
+	links      []link.Link
+	iter       *link.Iter
+	mem        []byte
+	pairs      []bpf.ShuntPair
+	budget     uint64
+	stallAfter time.Duration
 
 	// mu guards the slots' ownership and the tables below.
 	mu      sync.Mutex
@@ -317,7 +321,7 @@ func (k *Kernel) start() {
 	k.stop = make(chan struct{})
 	k.done.Add(2)
 	go k.watch()
-	go k.followLocals()
+	go k.followLocals(k.subscribe())
 	if k.opt.QueueLimit == 0 {
 		k.done.Add(1)
 		go k.followLimit()
@@ -566,7 +570,7 @@ func (k *Kernel) limitFor(budget uint64) uint32 {
 }
 
 // findStalled looks for receivers that never took their first redirected
-// bytes, though they were there for DefaultStallAfter.
+// bytes, though they were there for stallAfter.
 func (k *Kernel) findStalled() {
 	k.mu.Lock()
 	if len(k.fresh) == 0 {
@@ -605,7 +609,7 @@ func (k *Kernel) findStalled() {
 			if r.sentAt[d].IsZero() {
 				r.sentAt[d] = now
 			}
-			if now.Sub(r.sentAt[d]) > DefaultStallAfter && !r.said[d] {
+			if now.Sub(r.sentAt[d]) > k.stallAfter && !r.said[d] {
 				r.said[d] = true
 				k.sayStalled(r, d, s.Queued)
 			}
@@ -628,7 +632,7 @@ func (k *Kernel) sayStalled(r *Route, d Direction, queued uint32) {
 		who = "client"
 	}
 	k.opt.Log.Warn().Str("receiver", who).Stringer("down", r.downAddr).Stringer("up", r.upAddr).Uint32("queued", queued).
-		Dur("for", DefaultStallAfter).Msg("receiver has not taken its first redirected bytes: it may read by splice(2), which can't see them; later connections of this peer are copied")
+		Dur("for", k.stallAfter).Msg("receiver has not taken its first redirected bytes: it may read by splice(2), which can't see them; later connections of this peer are copied")
 }
 
 func (k *Kernel) unstall(r *Route, d Direction) {

@@ -44,16 +44,19 @@ func (k *Kernel) refreshLocals() error {
 	return nil
 }
 
-// followLocals keeps the table up to date.
-func (k *Kernel) followLocals() {
-	defer k.done.Done()
+// subscribe asks for notice of address changes; nil where there is none.
+func (k *Kernel) subscribe() <-chan netlink.AddrUpdate {
 	changes := make(chan netlink.AddrUpdate, 64)
-	done := make(chan struct{})
-	defer close(done)
-	if err := netlink.AddrSubscribe(changes, done); err != nil {
+	if err := netlink.AddrSubscribe(changes, k.stop); err != nil {
 		k.opt.Log.Warn().Err(err).Dur("every", addressRefresh).Msg("no notice of address changes, looking from time to time")
-		changes = nil
+		return nil
 	}
+	return changes
+}
+
+// followLocals keeps the table up to date.
+func (k *Kernel) followLocals(changes <-chan netlink.AddrUpdate) {
+	defer k.done.Done()
 	t := time.NewTicker(addressRefresh)
 	defer t.Stop()
 	for {

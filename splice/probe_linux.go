@@ -32,13 +32,14 @@ func Probe(o Options) *Report {
 func open(o Options) (*Kernel, *Report) {
 	release, v := kernelRelease()
 	k := &Kernel{
-		opt:     o,
-		locals:  map[[16]byte]bool{},
-		listens: map[bpf.ShuntListenKey][]bpf.ShuntListenValue{},
-		routes:  map[*Route]struct{}{},
-		fresh:   map[*Route]struct{}{},
-		stalled: map[stallKey]time.Time{},
-		report:  Report{Kernel: release, QueueLimit: uint64(o.QueueLimit)},
+		opt:        o,
+		stallAfter: stallAfter,
+		locals:     map[[16]byte]bool{},
+		listens:    map[bpf.ShuntListenKey][]bpf.ShuntListenValue{},
+		routes:     map[*Route]struct{}{},
+		fresh:      map[*Route]struct{}{},
+		stalled:    map[stallKey]time.Time{},
+		report:     Report{Kernel: release, QueueLimit: uint64(o.QueueLimit)},
 	}
 	r := &k.report
 	k.budget = budgetOf()

@@ -171,26 +171,25 @@ func discard(src *net.TCPConn, n int) error {
 	})
 }
 
-// backoff is the waiting between looks at a queue: short naps while the other
-// side is likely to be at work, then timers, which cost no thread.
+// backoff is the waiting between looks at a queue: short naps while the
+// receiver is likely to be at work, then timers, which cost no thread.
 type backoff struct{ n int }
 
-func (b *backoff) wait(stop <-chan struct{}) bool {
+// nappers bounds the threads that sleep in the kernel.
+var nappers = make(chan struct{}, 4)
+
+func (b *backoff) wait() {
 	b.n++
-	switch {
-	case b.n <= 20:
-		nap(50 * time.Microsecond)
-		return true
-	default:
-		t := time.NewTimer(time.Duration(min(b.n-19, 20)) * time.Millisecond)
-		defer t.Stop()
+	if b.n <= 20 {
 		select {
-		case <-stop:
-			return false
-		case <-t.C:
-			return true
+		case nappers <- struct{}{}:
+			nap(50 * time.Microsecond)
+			<-nappers
+			return
+		default:
 		}
 	}
+	time.Sleep(time.Duration(min(max(b.n-19, 1), 20)) * time.Millisecond)
 }
 
 // look reads the state of a direction's receiver; gone is true when nothing
@@ -222,7 +221,7 @@ func (r *Route) waitRoom(d Direction) error {
 		if b.n == 0 {
 			r.waits[d].Add(1)
 		}
-		b.wait(nil)
+		b.wait()
 		// The owner may have closed the connections meanwhile.
 		if err := withFD(r.up, func(int) error { return nil }); err != nil {
 			return err
@@ -247,9 +246,7 @@ func (r *Route) WaitTaken(d Direction, stop <-chan struct{}) error {
 			return errStopped
 		default:
 		}
-		if !b.wait(stop) {
-			return errStopped
-		}
+		b.wait()
 	}
 }
 

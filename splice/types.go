@@ -1,7 +1,5 @@
 package splice
 
-import "time"
-
 // Direction names the way bytes travel through a connection.
 type Direction uint8
 
@@ -104,7 +102,3 @@ func (e *EndError) Error() string {
 
 // Unwrap returns the system call's error.
 func (e *EndError) Unwrap() error { return e.Err }
-
-// DefaultStallAfter is how long a receiver may leave its very first
-// redirected bytes untouched before it is said to be stalled.
-const DefaultStallAfter = 10 * time.Second
