@@ -40,7 +40,7 @@ func TestSIGTERMLetsLiveTransfersFinish(t *testing.T) {
 		results := make(chan error, transfers)
 		for range transfers {
 			c := f.Dial(t)
-			go func() { results <- Receive(c, 1, n) }()
+			go func() { results <- errors.Join(Receive(c, 1, n), c.Close()) }()
 		}
 		for range transfers {
 			<-started
