@@ -223,7 +223,7 @@ func (c *counts) path(d splice.Direction, routed bool) string {
 
 // logAccess writes the one line about a connection that has ended.
 func (c *conn) logAccess(n counts) {
-	e := c.l.log.Info().Uint64("conn", c.id).Time("start", c.start).Dur("duration", time.Since(c.start)).
+	e := c.l.log.Info().Uint64("conn", c.id).Time("start", c.start).Float64("duration_seconds", time.Since(c.start).Seconds()).
 		Str("down", addrString(c.down().RemoteAddr())).Str("down_local", addrString(c.down().LocalAddr())).
 		Str("upstream", c.l.cfg.Upstream)
 	if up := c.legs[1].tcp; up != nil {
