@@ -73,6 +73,10 @@ func TestAdminEndpointsAnswer(t *testing.T) {
 	expect(t, service, "12345")
 	send(t, service, []byte("123"))
 	expect(t, client, "123")
+	eventually(t, "count of the last bytes", func() bool { // bytes are counted after they were written
+		cs := r.srv.Connections()
+		return len(cs) == 1 && cs[0].Upward.Copied == 5 && cs[0].Downward.Copied == 3
+	})
 	_, body := r.get("/connections")
 	var cs []Connection
 	if err := json.Unmarshal([]byte(body), &cs); err != nil || len(cs) != 1 {

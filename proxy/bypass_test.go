@@ -214,7 +214,7 @@ func TestFailedDialReleasesTheCandidate(t *testing.T) {
 	b := &fakeBypass{}
 	r := newRig(t, b)
 	r.svc.Close()
-	expectReset(t, r.dial())
+	r.refused()
 	r.ended("dial-refused")
 	if got, want := b.noted(), []string{"listen", "claim", "control", "release"}; !slices.Equal(got, want) {
 		t.Errorf("calls %q, want %q", got, want)

@@ -55,7 +55,7 @@ func blackHole(t *testing.T) string {
 func TestRefusedUpstreamResetsTheClient(t *testing.T) {
 	r := newRig(t, nil)
 	r.svc.Close()
-	expectReset(t, r.dial())
+	r.refused()
 	r.ended("dial-refused")
 	if n := r.metrics()[`shunt_dial_errors_total{kind="refused",listener="web"}`]; n != 1 {
 		t.Errorf("dial errors: %v", n)
@@ -65,7 +65,7 @@ func TestRefusedUpstreamResetsTheClient(t *testing.T) {
 func TestBlackHoleIsBoundedByTheDialTimeout(t *testing.T) {
 	hole := blackHole(t)
 	r := newRig(t, nil, onListener(func(l *Listener) { l.Upstream, l.DialTimeout = hole, 100*time.Millisecond }))
-	expectReset(t, r.dial())
+	r.refused()
 	r.ended("dial-timeout")
 }
 
@@ -84,13 +84,12 @@ func TestClientThatLeavesEndsTheDial(t *testing.T) {
 }
 
 func TestFINDuringTheDialIsNotLeaving(t *testing.T) {
-	r := newRig(t, nil)
-	var up *net.TCPListener
 	// The upstream's name has an address only after a while.
 	gate := make(chan struct{})
-	up = r.svc
-	r.srv.listeners[0].cfg.Upstream = "late.test:" + portOf(up.Addr())
-	r.srv.resolver = fakeResolver(t, gate)
+	checkLeaks(t)
+	r := newRigWith(t, fakeResolver(t, gate), nil, onListener(func(l *Listener) {
+		l.Upstream = strings.Replace(l.Upstream, "127.0.0.1", "late.test", 1)
+	}))
 	c := r.dial()
 	send(t, c, []byte("question"))
 	c.CloseWrite()
@@ -105,11 +104,6 @@ func TestFINDuringTheDialIsNotLeaving(t *testing.T) {
 	service.Close()
 	expect(t, c, "answer")
 	expectEOF(t, c)
-}
-
-func portOf(a net.Addr) string {
-	_, p, _ := net.SplitHostPort(a.String())
-	return p
 }
 
 // fakeResolver answers every question for A with 127.0.0.1 once gate is
@@ -164,10 +158,8 @@ func fakeResolver(t *testing.T, gate chan struct{}) *net.Resolver {
 }
 
 func TestUnknownNameIsAResolveError(t *testing.T) {
-	r := newRig(t, nil)
-	r.srv.listeners[0].cfg.Upstream = "nowhere.test:80"
-	r.srv.resolver = fakeResolver(t, nil)
-	expectReset(t, r.dial())
+	r := newRigWith(t, fakeResolver(t, nil), nil, onListener(func(l *Listener) { l.Upstream = "nowhere.test:80" }))
+	r.refused()
 	r.ended("dial-resolve")
 }
 
@@ -191,12 +183,7 @@ func TestRefusedDialsLeaveNoDescriptor(t *testing.T) {
 	r := newRig(t, nil) // checks descriptors and goroutines at its end
 	r.svc.Close()
 	for range 300 {
-		c, err := net.Dial("tcp", r.addr)
-		if err != nil {
-			t.Fatal(err)
-		}
-		c.Read(make([]byte, 1))
-		c.Close()
+		r.refused()
 	}
 }
 

@@ -54,6 +54,12 @@ func onListener(f func(*Listener)) option { return func(c *Config) { f(&c.Listen
 // newRig starts a Server; at the test's end everything it held must be gone.
 func newRig(t *testing.T, b Bypass, opts ...option) *rig {
 	t.Helper()
+	return newRigWith(t, nil, b, opts...)
+}
+
+// newRigWith is newRig with another resolver.
+func newRigWith(t *testing.T, res *net.Resolver, b Bypass, opts ...option) *rig {
+	t.Helper()
 	checkLeaks(t)
 	svc, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
@@ -72,6 +78,9 @@ func newRig(t *testing.T, b Bypass, opts ...option) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if res != nil {
+		r.srv.resolver = res
+	}
 	if err := r.srv.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +89,8 @@ func newRig(t *testing.T, b Bypass, opts ...option) *rig {
 		cancel()
 		r.srv.Shutdown(ctx)
 		if t.Failed() {
-			t.Log(r.log.String())
+			all := r.log.String()
+			t.Log(all[max(0, len(all)-2000):])
 		}
 	})
 	r.addr = r.srv.Addrs()[0].Addr.String()
@@ -95,6 +105,19 @@ func (r *rig) dial() *net.TCPConn {
 		r.t.Fatal(err)
 	}
 	return r.keep(c.(*net.TCPConn))
+}
+
+// refused connects a client that is to be reset at once, maybe before it
+// knows that it is connected.
+func (r *rig) refused() {
+	r.t.Helper()
+	c, err := net.DialTimeout("tcp", r.addr, deadline)
+	if err == nil {
+		expectReset(r.t, r.keep(c.(*net.TCPConn)))
+		c.Close()
+	} else if !errors.Is(err, syscall.ECONNRESET) {
+		r.t.Fatal(err)
+	}
 }
 
 // accept takes the next connection at the service.
