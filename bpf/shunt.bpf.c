@@ -45,6 +45,7 @@ volatile const enum mode verdict_mode = MODE_EVERY;
 volatile const __u32 window = 262144;    /* bytes one verdict is good for, with MODE_WINDOW */
 volatile const __u32 slots = 16384;      /* size of pairs and free_slots */
 volatile const __u32 app_sndbuf = 4096;  /* SO_SNDBUF of C and S, 0: leave it */
+volatile const __u32 pass_piece = 4096;  /* bytes of a large message that take TCP before the verdict is asked again */
 volatile const __u32 copy_sndbuf = 212992; /* SO_SNDBUF given back to a socket that is copied after all */
 volatile const __u64 own_netns = 0;      /* cookie of the network namespace that shunt listens in */
 
@@ -97,7 +98,7 @@ struct member {
 	__u32 gen;
 	enum role role;
 	enum why why;
-	__u32 sndbuf; /* 1: app_sndbuf was set and is to be given back if the connection is copied */
+	__u32 sndbuf; /* sk_sndbuf after app_sndbuf was set; to be given back if the connection is copied. 0: not set */
 	__u32 pad;
 };
 
@@ -301,7 +302,18 @@ static __always_inline void small_sndbuf(struct bpf_sock_ops *s, struct tcp_sock
 	if (!v || BPF_CORE_READ_BITFIELD_PROBED(sk, sk_userlocks) & SOCK_SNDBUF_LOCK)
 		return;
 	if (!bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v)))
-		m->sndbuf = 1;
+		m->sndbuf = BPF_CORE_READ(sk, sk_sndbuf);
+}
+
+/* Given up by shunt, and copied: the buffer goes back, unless the application has chosen one meanwhile. */
+static __always_inline void large_sndbuf(struct bpf_sock_ops *s, struct bpf_sock *sk, struct member *me)
+{
+	struct sock *tp = (struct sock *)bpf_skc_to_tcp_sock(sk);
+	int v = copy_sndbuf;
+
+	if (tp && BPF_CORE_READ(tp, sk_sndbuf) == me->sndbuf)
+		bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v));
+	me->sndbuf = 0;
 }
 
 static __always_inline void fill_end(struct end *e, struct bpf_sock_ops *s, struct tcp_sock *tp, __u64 cookie)
@@ -521,13 +533,7 @@ int on_sockops(struct bpf_sock_ops *s)
 		me = bpf_sk_storage_get(&members, sk, 0, 0);
 		if (!me || !me->sndbuf || membership(me))
 			return 1;
-		/* Given up by shunt, and copied: the buffer goes back. */
-		me->sndbuf = 0;
-		{
-			int v = copy_sndbuf;
-
-			bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v));
-		}
+		large_sndbuf(s, sk, me);
 		bpf_sock_ops_cb_flags_set(s, s->bpf_sock_ops_cb_flags & ~BPF_SOCK_OPS_RTT_CB_FLAG);
 		break;
 	}
@@ -645,6 +651,12 @@ int on_send(struct sk_msg_md *m)
 	f->direct = 1;
 	return SK_PASS;
 pass:
+	/*
+	 * A piece at a time: by the time that a large message's first piece has been
+	 * taken off the send buffer, shunt has often caught up, and the rest goes direct.
+	 */
+	if (m->size > pass_piece)
+		bpf_msg_apply_bytes(m, pass_piece);
 	f->passed++;
 	f->direct = 0;
 	return SK_PASS;

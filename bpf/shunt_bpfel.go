@@ -143,6 +143,7 @@ const (
 	ShuntVarCopySndbuf    = "copy_sndbuf"
 	ShuntVarFresh         = "fresh"
 	ShuntVarOwnNetns      = "own_netns"
+	ShuntVarPassPiece     = "pass_piece"
 	ShuntVarQueueLimit    = "queue_limit"
 	ShuntVarSlots         = "slots"
 	ShuntVarVerdictMode   = "verdict_mode"
@@ -221,6 +222,7 @@ type ShuntVariableSpecs struct {
 	CopySndbuf  *ebpf.VariableSpec `ebpf:"copy_sndbuf"`
 	Fresh       *ebpf.VariableSpec `ebpf:"fresh"`
 	OwnNetns    *ebpf.VariableSpec `ebpf:"own_netns"`
+	PassPiece   *ebpf.VariableSpec `ebpf:"pass_piece"`
 	QueueLimit  *ebpf.VariableSpec `ebpf:"queue_limit"`
 	Slots       *ebpf.VariableSpec `ebpf:"slots"`
 	VerdictMode *ebpf.VariableSpec `ebpf:"verdict_mode"`
@@ -277,6 +279,7 @@ type ShuntVariables struct {
 	CopySndbuf  *ebpf.Variable `ebpf:"copy_sndbuf"`
 	Fresh       *ebpf.Variable `ebpf:"fresh"`
 	OwnNetns    *ebpf.Variable `ebpf:"own_netns"`
+	PassPiece   *ebpf.Variable `ebpf:"pass_piece"`
 	QueueLimit  *ebpf.Variable `ebpf:"queue_limit"`
 	Slots       *ebpf.Variable `ebpf:"slots"`
 	VerdictMode *ebpf.Variable `ebpf:"verdict_mode"`

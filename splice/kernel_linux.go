@@ -77,8 +77,9 @@ type Kernel struct {
 
 	remote sync.Map // netip.Addr of upstreams that turned out not to be local
 
-	stop chan struct{}
-	done sync.WaitGroup
+	crowd chan struct{} // a route was added, and there are many
+	stop  chan struct{}
+	done  sync.WaitGroup
 }
 
 // view is what the iterator saw of a socket. Left counts only when settled:
@@ -522,34 +523,47 @@ func memAvailable() uint64 {
 	return 1 << 30
 }
 
-// followLimit keeps limit times waiting receivers within the budget.
+// crowded says whether the receivers could have more waiting than the budget.
+// k.mu is held.
+func (k *Kernel) crowded() bool {
+	return k.opt.QueueLimit == 0 && 2*uint64(len(k.routes))*k.report.QueueLimit > k.budget
+}
+
+// followLimit keeps the automatic limit times the waiting receivers within the
+// budget, from the moment on that there are enough receivers to exceed it.
 func (k *Kernel) followLimit() {
 	defer k.done.Done()
 	t := time.NewTicker(limitEvery)
 	defer t.Stop()
+	t.Stop()
 	current := uint32(k.report.QueueLimit)
-	budgetAt := time.Now()
-	budget := k.budget
+	set := func(limit uint32) {
+		if limit != current {
+			current = limit
+			k.obj.QueueLimit.Set(limit)
+		}
+	}
+	budget, budgetAt := k.budget, time.Now()
 	for {
 		select {
 		case <-k.stop:
 			return
+		case <-k.crowd:
+			t.Reset(limitEvery)
 		case <-t.C:
 		}
 		k.mu.Lock()
-		receivers := 2 * uint64(len(k.routes))
+		crowded := k.crowded()
 		k.mu.Unlock()
-		want := uint32(k.report.QueueLimit)
-		if receivers*uint64(want) > budget {
-			if time.Since(budgetAt) > time.Second {
-				budget, budgetAt = min(k.budget, budgetOf()), time.Now()
-			}
-			want = k.limitFor(budget)
+		if !crowded {
+			set(uint32(k.report.QueueLimit))
+			t.Stop()
+			continue
 		}
-		if want != current {
-			current = want
-			k.obj.QueueLimit.Set(want)
+		if time.Since(budgetAt) > time.Second {
+			budget, budgetAt = min(k.budget, budgetOf()), time.Now()
 		}
+		set(k.limitFor(budget))
 	}
 }
 

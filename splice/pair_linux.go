@@ -166,6 +166,12 @@ func (c *Candidate) Pair(up *net.TCPConn) (*Route, Reason) {
 	k.mu.Lock()
 	k.routes[r] = struct{}{}
 	k.fresh[r] = struct{}{}
+	if k.crowded() {
+		select {
+		case k.crowd <- struct{}{}:
+		default:
+		}
+	}
 	k.mu.Unlock()
 	// From here on the verdict redirects.
 	atomic.StoreUint32(&p.Open, 1)
