@@ -372,24 +372,38 @@ func TestRequireRefusesToStartWithoutBypass(t *testing.T) {
 	}
 }
 
-func TestNoCgroup2MeansCopying(t *testing.T) {
-	// In a mount namespace without any cgroup mount shunt copies and says so.
+func TestNoCgroup2MountMeansCopying(t *testing.T) {
+	// In a mount namespace without any cgroup mount: with CAP_SYS_ADMIN shunt
+	// may find the hierarchy in a way of its own, without it shunt copies and says why.
 	if testing.Short() {
 		t.Skip("end-to-end test, not run with -short")
 	}
 	NeedRoot(t)
 	NeedProgram(t, "unshare")
-	cfg := Configure(Off, fmt.Sprintf("127.0.0.1:%d", Port(t, nil)), Serve(t, echo).Addr)
-	cfg.Listeners[0].Bypass = "on"
-	s := StartShunt(t, cfg, Launch{Prefix: []string{"unshare", "--mount", "--", "sh", "-c", `umount -l /sys/fs/cgroup && exec "$@"`, "sh"}})
-	f := &Front{Path: Off, Addr: cfg.Listeners[0].Listen, Shunt: s}
-	if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
-		t.Fatal(err)
-	}
-	f.CheckPath(t, 20_000, 20_000, 0)
-	f.CheckCopied(t, "unsupported", 1)
-	if out := s.Output(); !strings.Contains(out, "cgroup") {
-		t.Error("the log doesn't name cgroup2")
+	NeedProgram(t, "setpriv")
+	for _, drop := range []string{"", "setpriv --bounding-set=-sys_admin --"} {
+		t.Run(drop, func(t *testing.T) {
+			cfg := Configure(Off, fmt.Sprintf("127.0.0.1:%d", Port(t, nil)), Serve(t, echo).Addr)
+			cfg.Listeners[0].Bypass = "on"
+			s := StartShunt(t, cfg, Launch{Prefix: []string{
+				"unshare", "--mount", "--", "sh", "-c", `umount -l /sys/fs/cgroup && exec ` + drop + ` "$@"`, "sh"}})
+			f := &Front{Path: Off, Addr: cfg.Listeners[0].Listen, Shunt: s}
+			if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+				t.Fatal(err)
+			}
+			m, err := f.Moved()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if drop == "" && m.UpBypass > 0 {
+				return
+			}
+			f.CheckPath(t, 20_000, 20_000, 0)
+			f.CheckCopied(t, "unsupported", 1)
+			if out := s.Output(); !strings.Contains(out, "cgroup") {
+				t.Error("the log doesn't name cgroup2")
+			}
+		})
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 func TestHalfCloseOutlivesReply(t *testing.T) {
 	// One direction ends; the other answers ten seconds later, whichever side began.
 	EachPath(t, func(t *testing.T, p Path) {
+		t.Parallel()
 		const wait = 10 * time.Second
 		const reply = 256 * kib
 		late := func(c *net.TCPConn) error {
@@ -80,14 +81,18 @@ func TestResetStaysReset(t *testing.T) {
 	EachPath(t, func(t *testing.T, p Path) {
 		t.Run("service mid-stream", func(t *testing.T) {
 			s := Serve(t, func(c *net.TCPConn) error {
-				if err := Send(c, 1, mib, 64*kib, nil); err != nil {
+				if err := errors.Join(ReceiveN(c, 3, 0, 1), Send(c, 1, mib, 64*kib, nil)); err != nil {
 					return err
 				}
 				// The client reads on: what is behind the RST may be lost, the RST may not.
 				return Abort(c)
 			})
 			f := Open(t, p, s.Addr)
-			_, err := io.Copy(NewVerifier(1), OnlyReader(f.Dial(t)))
+			c := f.Dial(t)
+			if err := Send(c, 3, 1, 1, nil); err != nil {
+				t.Fatal(err)
+			}
+			_, err := io.Copy(NewVerifier(1), OnlyReader(c))
 			if !IsReset(err) {
 				t.Fatalf("the client read to %v, want a reset", err)
 			}
@@ -389,6 +394,7 @@ func TestPeerFinishedLongBefore(t *testing.T) {
 func TestTrickleAfterEndSurvivesHalfOpenTimeout(t *testing.T) {
 	// A byte each second for three times the bound: it moves, so it lives.
 	EachShuntPath(t, func(t *testing.T, p Path) {
+		t.Parallel()
 		const bytes = 9
 		s := Serve(t, func(c *net.TCPConn) error {
 			if err := Receive(c, 1, 10); err != nil {
@@ -414,6 +420,7 @@ func TestTrickleAfterEndSurvivesHalfOpenTimeout(t *testing.T) {
 
 func TestSilentHalfOpenConnectionEnds(t *testing.T) {
 	EachShuntPath(t, func(t *testing.T, p Path) {
+		t.Parallel()
 		s := Serve(t, func(c *net.TCPConn) error {
 			_, _ = io.Copy(io.Discard, OnlyReader(c))
 			// It has read the client's FIN, and now says nothing until shunt ends it.
@@ -447,6 +454,7 @@ func TestSilentHalfOpenConnectionEnds(t *testing.T) {
 
 func TestIdleTimeoutCountsBothDirections(t *testing.T) {
 	EachShuntPath(t, func(t *testing.T, p Path) {
+		t.Parallel()
 		f := Open(t, p, Serve(t, func(c *net.TCPConn) error {
 			buf := make([]byte, 10)
 			if _, err := io.ReadFull(c, buf); err != nil {

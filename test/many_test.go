@@ -64,7 +64,8 @@ func planFor(i int) (plan, *rand.Rand) {
 
 // transfer sends and receives at once, in random pieces.
 func transfer(c *net.TCPConn, rng *rand.Rand, mySeed uint64, mine int64, theirSeed uint64, theirs int64, endWith func() error) error {
-	chunk := 1 << (6 + rng.IntN(12))
+	// Small pieces for small transfers: a large one in pieces of 64 bytes measures patience only.
+	chunk := max(1<<(6+rng.IntN(12)), int(mine/1024))
 	sendRng := rand.New(rand.NewPCG(rng.Uint64(), 1))
 	sent := make(chan error, 1)
 	go func() {
@@ -104,6 +105,7 @@ const confirm = 'k'
 
 // follow is the service's side of a plan.
 func follow(c *net.TCPConn) error {
+	_ = c.SetDeadline(time.Now().Add(2 * Patience))
 	head := make([]byte, planSize)
 	if _, err := io.ReadFull(c, head); err != nil {
 		return err
@@ -201,6 +203,7 @@ func TestTenThousandConnections(t *testing.T) {
 					}
 					c, err := DialErr(nil, f.Addr)
 					if err == nil {
+						_ = c.SetDeadline(time.Now().Add(2 * Patience))
 						err = lead(c, p, rng)
 						c.Close()
 					}
