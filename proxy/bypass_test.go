@@ -20,7 +20,6 @@ type fakeBypass struct {
 	decline splice.Reason // of Claim
 	refuse  splice.Reason // of Pair
 	hold    chan struct{} // WaitTaken waits for it
-	down    *net.TCPConn
 }
 
 func (b *fakeBypass) note(s string) {
@@ -180,6 +179,7 @@ func TestResetWaitsUntilTheReceiverHasRead(t *testing.T) {
 	b := &fakeBypass{hold: make(chan struct{})}
 	r := newRig(t, b)
 	client, service := r.pair()
+	r.touch(client, service)
 	reset(service)
 	eventually(t, "wait for the receiver", func() bool { return slices.Contains(b.noted(), "waiting downstream") })
 	if n := r.srv.liveCount(); n != 1 {

@@ -94,6 +94,7 @@ func TestResetStaysReset(t *testing.T) {
 		for _, byClient := range []bool{false, true} {
 			r := newRig(t, nil)
 			client, service := r.pair()
+			r.touch(client, service)
 			if rest {
 				r.parked()
 			}

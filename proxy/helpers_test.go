@@ -144,6 +144,13 @@ func (r *rig) pair() (client, service *net.TCPConn) {
 	return client, r.accept()
 }
 
+// touch sends a byte through: the proxy has certainly finished dialling then.
+func (r *rig) touch(client, service net.Conn) {
+	r.t.Helper()
+	send(r.t, client, []byte("."))
+	expect(r.t, service, ".")
+}
+
 // parked waits until both directions of the only connection are at rest, so that a
 // test doesn't always meet running goroutines.
 func (r *rig) parked() {
