@@ -106,8 +106,8 @@ func TestFINDuringTheDialIsNotLeaving(t *testing.T) {
 	expectEOF(t, c)
 }
 
-// fakeResolver answers every question for A with 127.0.0.1 once gate is
-// closed; a nil gate: with "no such name".
+// fakeResolver answers every question for A with 127.0.0.2, where nobody listens, and
+// 127.0.0.1 once gate is closed; a nil gate: with "no such name".
 func fakeResolver(t *testing.T, gate chan struct{}) *net.Resolver {
 	t.Helper()
 	pc, err := net.ListenPacket("udp", "127.0.0.1:0")
@@ -145,7 +145,8 @@ func fakeResolver(t *testing.T, gate chan struct{}) *net.Resolver {
 			case gate == nil:
 				ans[3] |= 3
 			case a:
-				ans[7] = 1
+				ans[7] = 2
+				ans = append(ans, 0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 127, 0, 0, 2)
 				ans = append(ans, 0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 127, 0, 0, 1)
 			}
 			pc.WriteTo(ans, from)
@@ -161,6 +162,20 @@ func TestUnknownNameIsAResolveError(t *testing.T) {
 	r := newRigWith(t, fakeResolver(t, nil), nil, onListener(func(l *Listener) { l.Upstream = "nowhere.test:80" }))
 	r.refused()
 	r.ended("dial-resolve")
+}
+
+func TestEveryAddressIsTried(t *testing.T) {
+	checkLeaks(t)
+	gate := make(chan struct{})
+	close(gate)
+	b := &fakeBypass{}
+	r := newRigWith(t, fakeResolver(t, gate), b, onListener(func(l *Listener) {
+		l.Upstream = strings.Replace(l.Upstream, "127.0.0.1", "two.test", 1)
+	}))
+	r.touch(r.pair())
+	if n := r.metrics()[`shunt_dial_errors_total{kind="refused",listener="web"}`]; n != 0 {
+		t.Errorf("%v dial errors", n)
+	}
 }
 
 func TestDialErrorsHaveKinds(t *testing.T) {

@@ -179,6 +179,30 @@ func TestReplyBeforeAWriteErrorArrives(t *testing.T) {
 	}
 }
 
+func TestSlowReaderGetsAllBeforeTheEnd(t *testing.T) {
+	for _, end := range []func(*net.TCPConn){func(c *net.TCPConn) { c.Close() }, func(c *net.TCPConn) { c.CloseWrite() }} {
+		r := newRig(t, nil, onListener(func(l *Listener) { l.HalfOpenTimeout = 2 * time.Second }))
+		client, service := r.pair()
+		client.SetReadBuffer(256 << 10) // loopback's segments are 64 KiB
+		data := random(5, 4<<20)
+		go func() { service.Write(data); end(service) }()
+		got := make([]byte, 0, len(data))
+		b := make([]byte, 10_000)
+		for len(got) < len(data) {
+			n, err := client.Read(b)
+			got = append(got, b[:n]...)
+			if err != nil {
+				t.Fatalf("after %d of %d bytes: %v", len(got), len(data), err)
+			}
+			runtime.Gosched()
+		}
+		if !bytes.Equal(got, data) {
+			t.Error("other bytes")
+		}
+		expectEOF(t, client)
+	}
+}
+
 func TestClientGoneWhileTheServiceSends(t *testing.T) {
 	r := newRig(t, nil)
 	client, service := r.pair()

@@ -145,7 +145,7 @@ func (r *rig) pair() (client, service *net.TCPConn) {
 }
 
 // touch sends a byte through: the proxy has certainly finished dialling then.
-func (r *rig) touch(client, service net.Conn) {
+func (r *rig) touch(client, service *net.TCPConn) {
 	r.t.Helper()
 	send(r.t, client, []byte("."))
 	expect(r.t, service, ".")
