@@ -76,7 +76,7 @@ func TestExitCodes(t *testing.T) {
 func TestHelpHidesWhatIsInternal(t *testing.T) {
 	_, all, _ := runArgs(t, "", "help")
 	_, demo, _ := runArgs(t, "", "help", "demo")
-	for _, word := range []string{demoServiceName, demoClientName, "rounds"} {
+	for _, word := range []string{demoServiceName, demoClientName, "rounds", "grace"} {
 		if strings.Contains(all+demo, word) {
 			t.Errorf("help shows %q", word)
 		}

@@ -24,15 +24,16 @@ const (
 )
 
 const (
-	demoTime   = 10 * time.Second // what the measurements take together
+	demoTime   = 9 * time.Second // what the measurements take together
 	demoRounds = 5
 	// demoGrace is how long everything but the measurements may take.
-	demoGrace = 20 * time.Second
+	demoGrace = 10 * time.Second
 )
 
 // demoOptions are the flags of demo.
 type demoOptions struct {
 	time    time.Duration
+	grace   time.Duration
 	rounds  int
 	verdict string
 }
@@ -48,9 +49,10 @@ type leg struct {
 func demoCommand(ctx context.Context, c *command, args []string, s streams) int {
 	o := demoOptions{}
 	code, ok := c.parse(args, s, func(fs *flag.FlagSet) {
-		fs.DurationVar(&o.time, "time", demoTime, "`D`uration of the measurements together (default 10s)")
+		fs.DurationVar(&o.time, "time", demoTime, "`D`uration of the measurements together (default 9s)")
 		fs.StringVar(&o.verdict, "verdict", defaultFile().Bypass.Verdict, "`V`erdict: "+strings.Join(verdicts, ", ")+" (default auto)")
 		fs.IntVar(&o.rounds, "rounds", demoRounds, "")
+		fs.DurationVar(&o.grace, "grace", demoGrace, "")
 	})
 	if !ok {
 		return code
@@ -65,7 +67,7 @@ func demoCommand(ctx context.Context, c *command, args []string, s streams) int 
 	}
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM, os.Interrupt)
 	defer stop()
-	bounded, cancel := context.WithTimeout(ctx, o.time+demoGrace)
+	bounded, cancel := context.WithTimeout(ctx, o.time+o.grace)
 	defer cancel()
 	err := demo(bounded, o, s)
 	switch {
@@ -73,7 +75,7 @@ func demoCommand(ctx context.Context, c *command, args []string, s streams) int 
 		fmt.Fprintf(s.err, "shunt %s: interrupted\n", c.name)
 		return exitFailure
 	case err != nil && bounded.Err() != nil:
-		fmt.Fprintf(s.err, "shunt %s: not done after %v: %v\n", c.name, o.time+demoGrace, err)
+		fmt.Fprintf(s.err, "shunt %s: not done after %v: %v\n", c.name, o.time+o.grace, err)
 		return exitFailure
 	case err != nil:
 		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)

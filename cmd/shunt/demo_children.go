@@ -281,6 +281,7 @@ func (s *demoShunt) paths(ctx context.Context) (map[string]pathCount, error) {
 	if err != nil {
 		return nil, err
 	}
+	req.Close = true
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return nil, s.child.fault(err)

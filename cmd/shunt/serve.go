@@ -121,13 +121,11 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	}
 	r := kernel.Report()
 	cfg.FIONREADWrong = !r.FIONREAD
-	log.Info().
-		Str("kernel", r.Kernel).
-		Str("verdict", string(r.Verdict)).
-		Str("window", fc.Bypass.Window.String()).
-		Uint64("queue_limit", r.QueueLimit).
-		Uint64("queue_budget", r.Budget).
-		Msg(msgBypassOn)
+	e := log.Info().Str("kernel", r.Kernel).Str("verdict", string(r.Verdict))
+	if r.Verdict == splice.VerdictWindow {
+		e = e.Stringer("window", fc.Bypass.Window)
+	}
+	e.Uint64("queue_limit", r.QueueLimit).Uint64("queue_budget", r.Budget).Msg(msgBypassOn)
 	if cfg.FIONREADWrong {
 		var auto []string
 		for _, l := range cfg.Listeners {
