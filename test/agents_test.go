@@ -227,7 +227,8 @@ func TestReceiverBySpliceIsSaidAndLeft(t *testing.T) {
 			_, _ = io.Copy(c, c) // splice(2), as Go does it between two TCP connections
 			return nil
 		})
-		f := Open(t, p, s.Addr)
+		// The bytes that the first connection leaves untaken hold up its end until this bound.
+		f := Open(t, p, s.Addr, WithListener("half_open_timeout", `"2s"`))
 		c := f.Dial(t)
 		// Longer than it takes to be noticed; the first connection may be lost.
 		_ = c.SetDeadline(time.Now().Add(15 * time.Second))

@@ -45,19 +45,18 @@ func MakeNetns() (ns *Netns, remove func(), err error) {
 	if err := ip("netns", "add", name); err != nil {
 		return nil, nil, err
 	}
-	remove = func() { _ = ip("netns", "delete", name) }
+	del := func() { _ = ip("netns", "delete", name) }
 	f, err := os.Open(filepath.Join("/run/netns", name))
 	if err != nil {
-		remove()
+		del()
 		return nil, nil, err
 	}
-	ns = &Netns{Name: name, f: f}
 	if err := ip("-n", name, "link", "set", "lo", "up"); err != nil {
-		ns.f.Close()
-		remove()
+		f.Close()
+		del()
 		return nil, nil, err
 	}
-	return ns, func() { ns.f.Close(); remove() }, nil
+	return &Netns{Name: name, f: f}, func() { f.Close(); del() }, nil
 }
 
 // Link joins two namespaces by a veth pair with one address each, and gives
