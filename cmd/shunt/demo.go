@@ -150,7 +150,10 @@ func verdictOn(w io.Writer, shunt *demoShunt, paths map[string]pathCount) error 
 		return nil
 	}
 	c := paths["bypass"]
-	if len(c.declined) > 0 || c.bypassed == 0 {
+	if c.bypassed == 0 && len(c.declined) == 0 {
+		return errors.New("the bypass row is wrong: no byte was bypassed, and no reason was given")
+	}
+	if len(c.declined) > 0 {
 		return fmt.Errorf("the bypass row is wrong: connections were copied, declined for %s; 'shunt probe' says more",
 			strings.Join(c.declined, ", "))
 	}

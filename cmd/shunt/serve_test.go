@@ -505,6 +505,7 @@ func TestDemoSaysWhenARowIsWrong(t *testing.T) {
 		{demoShunt{verdict: "every"}, map[string]pathCount{"copy": good, "bypass": {bypassed: 5}}, ""},
 		{demoShunt{}, map[string]pathCount{"copy": {copied: 1, bypassed: 1}, "bypass": {bypassed: 5}}, "the copy row is wrong"},
 		{demoShunt{}, map[string]pathCount{"copy": good, "bypass": {copied: 5, declined: []string{"busy (1)"}}}, "declined for busy (1)"},
+		{demoShunt{}, map[string]pathCount{"copy": good, "bypass": {copied: 5}}, "no byte was bypassed"},
 	} {
 		var out bytes.Buffer
 		err := verdictOn(&out, &c.shunt, c.paths)
