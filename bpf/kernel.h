@@ -26,6 +26,14 @@ struct sock_common {
 	atomic64_t skc_cookie;
 } kernel_type;
 
+struct file {
+	unsigned int f_flags;
+} kernel_type;
+
+struct socket {
+	struct file *file;
+} kernel_type;
+
 struct sock {
 	struct sock_common __sk_common;
 	struct {
@@ -34,6 +42,7 @@ struct sock {
 	int sk_sndbuf;
 	__u8 sk_userlocks : 4;
 	void *sk_user_data;
+	struct socket *sk_socket;
 } kernel_type;
 
 struct inet_sock {

@@ -29,6 +29,7 @@ char LICENSE[] SEC("license") = "GPL";
 #define SOL_TCP 6
 #define TCP_ULP 31
 #define TCP_CLOSE 7
+#define O_NONBLOCK 04000
 #define SOCK_SNDBUF_LOCK 1
 /* The flag of the 2023 series; kernels without it answer SK_DROP. */
 #define BPF_F_PERMANENT 2
@@ -653,9 +654,11 @@ int on_send(struct sk_msg_md *m)
 pass:
 	/*
 	 * A piece at a time: by the time that a large message's first piece has been
-	 * taken off the send buffer, shunt has often caught up, and the rest goes direct.
+	 * taken off the send buffer, shunt has often caught up, and the rest goes
+	 * direct. A non-blocking sender leaves with what the buffer took, and the rest
+	 * of the piece would be passed unseen the next time.
 	 */
-	if (m->size > pass_piece)
+	if (m->size > pass_piece && !(BPF_CORE_READ((struct sock *)tp, sk_socket, file, f_flags) & O_NONBLOCK))
 		bpf_msg_apply_bytes(m, pass_piece);
 	f->passed++;
 	f->direct = 0;

@@ -44,17 +44,13 @@ type Candidate interface {
 // receivers' TCP queues must stay empty: nothing but Forward may write to
 // either connection, and each connection is closed by the owner of the Route.
 type Route interface {
-	// Forward carries one direction until its sender has finished. It
-	// returns nil after FIN, when every byte that came over TCP was handed
-	// to the receiver, or an *splice.EndError. It doesn't pass the FIN on.
-	// Closing the connections or a deadline in the past ends it early.
-	Forward(dir splice.Direction) error
-
-	// WaitTaken blocks until dir's receiver has read every redirected byte
-	// or is gone (nil), or stop is closed (an error). FIN or RST must not
-	// be passed on to the receiver earlier: a socket that closes for good
-	// drops what is queued for it.
-	WaitTaken(dir splice.Direction, stop <-chan struct{}) error
+	// Forward carries one direction until its sender has finished, and returns
+	// how many bytes it carried. The error is nil after FIN, when every byte
+	// that came over TCP was handed to the receiver, or an
+	// *splice.EndError. It doesn't pass the FIN on. Closing the connections
+	// ends it early, and so does a read deadline of the source; after that
+	// one, Forward may be called again and goes on.
+	Forward(dir splice.Direction) (n uint64, err error)
 
 	// Stats reads the counters; cheap enough for every scrape.
 	Stats() splice.RouteStats

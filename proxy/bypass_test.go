@@ -19,7 +19,6 @@ type fakeBypass struct {
 	calls   []string
 	decline splice.Reason // of Claim
 	refuse  splice.Reason // of Pair
-	hold    chan struct{} // WaitTaken waits for it
 }
 
 func (b *fakeBypass) note(s string) {
@@ -74,37 +73,25 @@ type fakeRoute struct {
 	n    [2]uint64
 }
 
-func (r *fakeRoute) Forward(d splice.Direction) error {
+func (r *fakeRoute) Forward(d splice.Direction) (sum uint64, _ error) {
 	b := make([]byte, 4096)
 	for {
 		n, err := r.legs[d].Read(b)
 		if err == io.EOF {
 			r.b.note("forwarded " + d.String())
-			return nil
+			return sum, nil
 		}
 		if err != nil {
-			return &splice.EndError{Err: err}
+			return sum, &splice.EndError{Err: err}
 		}
 		if _, err := r.legs[1-d].Write(b[:n]); err != nil {
-			return &splice.EndError{Write: true, Err: err}
+			return sum, &splice.EndError{Write: true, Err: err}
 		}
+		sum += uint64(n)
 		r.mu.Lock()
 		r.n[d] += uint64(n)
 		r.mu.Unlock()
 	}
-}
-
-func (r *fakeRoute) WaitTaken(d splice.Direction, stop <-chan struct{}) error {
-	r.b.note("waiting " + d.String())
-	if r.b.hold != nil {
-		select {
-		case <-r.b.hold:
-		case <-stop:
-			return errors.New("stopped")
-		}
-	}
-	r.b.note("taken " + d.String())
-	return nil
 }
 
 func (r *fakeRoute) Stats() (s splice.RouteStats) {
@@ -127,29 +114,17 @@ func (r *fakeRoute) Close() splice.RouteStats {
 }
 
 func TestBypassIsAskedInOrder(t *testing.T) {
-	b := &fakeBypass{hold: make(chan struct{})}
+	b := &fakeBypass{}
 	r := newRig(t, b)
 	client, service := r.pair()
 	send(t, client, []byte("123"))
 	expect(t, service, "123")
 	client.CloseWrite()
-	eventually(t, "wait for the receiver", func() bool { return slices.Contains(b.noted(), "waiting upstream") })
-	// Nothing has passed the FIN on.
-	if s, _ := r.stateOf(); s != stateHalfClosed {
-		t.Errorf("state %v", s)
-	}
-	for _, c := range r.conns() {
-		if c.legs[1].sentFIN.Load() {
-			t.Error("FIN before the receiver has read everything")
-		}
-	}
-	close(b.hold)
 	expectEOF(t, service)
 	service.Close()
 	expectEOF(t, client)
 	r.ended(causeClientFIN)
-	want := []string{"listen", "claim", "control", "pair", "forwarded upstream", "waiting upstream", "taken upstream",
-		"forwarded downstream", "waiting downstream", "taken downstream", "close"}
+	want := []string{"listen", "claim", "control", "pair", "forwarded upstream", "forwarded downstream", "close"}
 	if got := b.noted(); !slices.Equal(got, want) {
 		t.Errorf("calls %q\nwant %q", got, want)
 	}
@@ -175,39 +150,46 @@ func (r *rig) stateOf() (state, bool) {
 	return 0, false
 }
 
-func TestResetWaitsUntilTheReceiverHasRead(t *testing.T) {
-	b := &fakeBypass{hold: make(chan struct{})}
-	r := newRig(t, b)
-	client, service := r.pair()
-	r.touch(client, service)
-	reset(service)
-	eventually(t, "wait for the receiver", func() bool { return slices.Contains(b.noted(), "waiting downstream") })
-	if n := r.srv.liveCount(); n != 1 {
-		t.Fatalf("%d connections", n)
-	}
-	close(b.hold)
-	expectReset(t, client)
-	r.ended(causeServerRST)
-}
-
-func TestForcedEndsDoNotWaitForTheReceiver(t *testing.T) {
-	b := &fakeBypass{hold: make(chan struct{})}
-	r := newRig(t, b)
+func TestForcedEndsResetBypassedConnections(t *testing.T) {
+	r := newRig(t, &fakeBypass{})
 	client, service := r.pair()
 	client.CloseWrite()
-	eventually(t, "wait for the receiver", func() bool { return slices.Contains(b.noted(), "waiting upstream") })
+	expectEOF(t, service)
 	r.srv.killAll(nil, causeStop)
-	expectReset(t, service)
+	expectReset(t, client)
 	r.ended(causeStop)
 }
 
-func TestHalfOpenTimeoutBoundsTheWaitForTheReceiver(t *testing.T) {
-	b := &fakeBypass{hold: make(chan struct{})}
-	r := newRig(t, b, onListener(func(l *Listener) { l.HalfOpenTimeout = 50_000_000 }))
+func TestHalfOpenTimeoutEndsBypassedConnections(t *testing.T) {
+	r := newRig(t, &fakeBypass{}, onListener(func(l *Listener) { l.HalfOpenTimeout = 50_000_000 }))
 	client, service := r.pair()
 	client.CloseWrite()
-	expectReset(t, service)
+	expectEOF(t, service)
+	expectReset(t, client)
 	r.ended(causeHalfOpen)
+}
+
+func TestBypassedDirectionsAreParked(t *testing.T) {
+	r := newRig(t, &fakeBypass{})
+	client, service := r.pair()
+	for range 3 {
+		eventually(t, "both directions parked", func() bool {
+			for _, c := range r.conns() {
+				c.mu.Lock()
+				defer c.mu.Unlock()
+				return c.flows[0].state == flowParked && c.flows[1].state == flowParked
+			}
+			return false
+		})
+		send(t, client, []byte("ping"))
+		expect(t, service, "ping")
+		send(t, service, []byte("pong"))
+		expect(t, client, "pong")
+	}
+	client.Close()
+	expectEOF(t, service)
+	service.Close()
+	r.ended(causeClientFIN)
 }
 
 func TestFailedDialReleasesTheCandidate(t *testing.T) {

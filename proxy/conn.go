@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -213,7 +214,11 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 	var wrote bool // the destination's end, not the source's
 	var err error
 	if c.route != nil {
-		err = c.route.Forward(d)
+		var parked bool
+		parked, err = c.forward(d, fresh)
+		if parked {
+			return
+		}
 		end = endOf(err)
 		var ee *splice.EndError
 		if errors.As(err, &ee) {
@@ -253,12 +258,37 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 	c.closeIfEnded()
 }
 
+// forward carries what direction d sends over TCP, until it is parked or has ended.
+func (c *conn) forward(d splice.Direction, fresh bool) (parked bool, err error) {
+	src := c.legs[d].tcp
+	period := quietPeriod
+	if fresh {
+		period = freshPeriod
+	}
+	for {
+		src.SetReadDeadline(time.Now().Add(period))
+		n, err := c.route.Forward(d)
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			return false, err
+		}
+		period = quietPeriod
+		if n > 0 {
+			continue
+		}
+		if c.park(d) {
+			return true, nil
+		}
+		// It waits here then; a closed socket ends that too.
+		src.SetReadDeadline(time.Time{})
+		if _, err := c.route.Forward(d); !errors.Is(err, os.ErrDeadlineExceeded) {
+			return false, err
+		}
+	}
+}
+
 // passFIN passes d's FIN on, after every byte.
 func (c *conn) passFIN(d splice.Direction) {
 	c.over(d, causeOf(d == splice.Down, endFIN))
-	if c.route != nil && c.route.WaitTaken(d, c.stopped()) != nil {
-		return
-	}
 	dst := &c.legs[1-d]
 	dst.sentFIN.Store(true)
 	// An error means that dst is dead already; its reader will find that out.
@@ -279,9 +309,6 @@ func (c *conn) passFIN(d splice.Direction) {
 func (c *conn) sourceDied(d splice.Direction, end ending, err error) {
 	c.died(d, end, err)
 	c.over(d, "")
-	if c.route != nil && c.route.WaitTaken(d, c.stopped()) != nil {
-		return
-	}
 	c.resetAfterDrain(1 - d)
 }
 
@@ -298,9 +325,6 @@ func (c *conn) destinationDied(d splice.Direction, end ending, err error) {
 	if finned {
 		// The other direction is over; nobody else will do it.
 		go c.discard(d)
-		if c.route != nil && c.route.WaitTaken(1-d, c.stopped()) != nil {
-			return
-		}
 		c.resetAfterDrain(d)
 		return
 	}

@@ -21,8 +21,8 @@
 // The model is one TCP connection without a proxy. A FIN is passed on as a
 // FIN, in each direction by itself, after the last byte; the other direction
 // goes on for as long as anything moves. A reset is passed on as a reset, but
-// not before the far end has acknowledged (or, with a Route, read) what was
-// accepted for it: closing with SO_LINGER zero would throw that away. Nothing
+// not before the far end has acknowledged what was accepted for it: closing
+// with SO_LINGER zero would throw that away. Nothing
 // waits for a first byte from either side. Timeouts, the end of a drain and
 // a second stop reset both ends at once.
 //

@@ -36,11 +36,11 @@
 //
 // # Closing
 //
-// A socket that closes for good (both FINs, or a reset) loses what is queued
-// for it and was not read. So neither FIN nor RST may be passed on before the
-// receiver has read everything: Route.WaitTaken. When this process is killed,
-// the kernel sends its FINs at once; a receiver that has itself sent a FIN by
-// then, and not one that hasn't, loses what it had not read.
+// FIN and RST take TCP, and are passed on at once: a receiver reads what is
+// queued before it sees the end, since sockets leave the map, and lose their
+// queue, only when their owner closes them. So nothing may take C or S out of
+// the map once bytes were redirected. When this process is killed, the
+// kernel sends its FINs, and both ends read what is queued and then EOF.
 //
 // # What is trusted
 //

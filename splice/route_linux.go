@@ -19,9 +19,6 @@ const bufSize = 64 << 10
 
 var buffers = sync.Pool{New: func() any { b := make([]byte, bufSize); return &b }}
 
-// errStopped is WaitTaken's error when it was told to stop.
-var errStopped = errors.New("stopped")
-
 // Route is a connection on the bypass. It keeps both connections referenced.
 // Forward may run once for each direction, concurrently with everything else.
 type Route struct {
@@ -71,17 +68,19 @@ func (r *Route) legs(d Direction) (src, dst *net.TCPConn) {
 }
 
 // Forward carries what one direction's sender sends over TCP, until it has
-// finished: nil after FIN, when every such byte is in the receiver's queue.
-// The FIN itself is not passed on. Otherwise the error is an *EndError.
-// Closing the connections ends it early.
+// finished, and returns how many bytes those were. The error is nil after FIN,
+// when every such byte is in the receiver's queue; otherwise it is an
+// *EndError. The FIN itself is not passed on. Closing the connections ends it
+// early, and so does a read deadline of the source, after which it may be
+// called again.
 //
 // Bytes are taken off the socket only after they were handed on and counted:
 // the acknowledgement then wakes the sender, and its next send finds nothing in flight.
-func (r *Route) Forward(d Direction) error {
+func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 	src, dst := r.legs(d)
 	rc, err := src.SyscallConn()
 	if err != nil {
-		return &EndError{Err: err}
+		return sum, &EndError{Err: err}
 	}
 	flow := &r.p.Flow[d]
 	var buf *[]byte
@@ -114,17 +113,18 @@ func (r *Route) Forward(d Direction) error {
 			err = rerr
 		}
 		if err != nil {
-			return &EndError{Err: err}
+			return sum, &EndError{Err: err}
 		}
 		if n == 0 {
-			return nil
+			return sum, nil
 		}
 		if err := r.hand(d, dst, (*buf)[:n]); err != nil {
-			return &EndError{Write: true, Err: err}
+			return sum, &EndError{Write: true, Err: err}
 		}
+		sum += uint64(n)
 		atomic.AddUint64(&flow.Forwarded, uint64(n))
 		if err := discard(src, n); err != nil {
-			return &EndError{Err: err}
+			return sum, &EndError{Err: err}
 		}
 	}
 }
@@ -226,27 +226,6 @@ func (r *Route) waitRoom(d Direction) error {
 		if err := withFD(r.up, func(int) error { return nil }); err != nil {
 			return err
 		}
-	}
-}
-
-// WaitTaken blocks until a direction's receiver has read every redirected byte
-// or is gone, or stop is closed (an error).
-func (r *Route) WaitTaken(d Direction, stop <-chan struct{}) error {
-	var b backoff
-	for {
-		queued, gone, err := r.look(d)
-		if err != nil {
-			return err
-		}
-		if gone || queued == 0 {
-			return nil
-		}
-		select {
-		case <-stop:
-			return errStopped
-		default:
-		}
-		b.wait()
 	}
 }
 

@@ -52,10 +52,7 @@ func (c *Candidate) Pair(*net.TCPConn) (*Route, Reason) { return nil, ReasonUnsu
 func (c *Candidate) Release() {}
 
 // Forward is never called.
-func (r *Route) Forward(Direction) error { return ErrUnsupported }
-
-// WaitTaken is never called.
-func (r *Route) WaitTaken(Direction, <-chan struct{}) error { return ErrUnsupported }
+func (r *Route) Forward(Direction) (uint64, error) { return 0, ErrUnsupported }
 
 // Stats is never called.
 func (r *Route) Stats() RouteStats { return RouteStats{} }
