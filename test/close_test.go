@@ -421,21 +421,14 @@ func TestTrickleAfterEndSurvivesHalfOpenTimeout(t *testing.T) {
 func TestSilentHalfOpenConnectionEnds(t *testing.T) {
 	EachShuntPath(t, func(t *testing.T, p Path) {
 		t.Parallel()
+		ended := make(chan struct{})
 		s := Serve(t, func(c *net.TCPConn) error {
-			_, _ = io.Copy(io.Discard, OnlyReader(c))
-			// It has read the client's FIN, and now says nothing until shunt ends it.
-			begin := time.Now()
-			for {
-				_, err := c.Write(nil)
-				if err == nil {
-					_, err = c.Read(make([]byte, 1))
-				}
-				if err != nil && err != io.EOF || time.Since(begin) > 20*time.Second {
-					return nil
-				}
-				time.Sleep(50 * time.Millisecond) // a closed read side doesn't block
-			}
+			// It reads the client's FIN, and then says nothing.
+			err := Receive(c, 1, 10)
+			<-ended
+			return err
 		})
+		defer close(ended)
 		f := Open(t, p, s.Addr, WithListener("half_open_timeout", `"2s"`))
 		c := f.Dial(t)
 		begin := time.Now()

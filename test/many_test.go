@@ -65,7 +65,7 @@ func planFor(i int) (plan, *rand.Rand) {
 // transfer sends and receives at once, in random pieces.
 func transfer(c *net.TCPConn, rng *rand.Rand, mySeed uint64, mine int64, theirSeed uint64, theirs int64, endWith func() error) error {
 	// Small pieces for small transfers: a large one in pieces of 64 bytes measures patience only.
-	chunk := max(1<<(6+rng.IntN(12)), int(mine/1024))
+	chunk := max(1<<(6+rng.IntN(12)), int(mine/128))
 	sendRng := rand.New(rand.NewPCG(rng.Uint64(), 1))
 	sent := make(chan error, 1)
 	go func() {
