@@ -39,7 +39,6 @@ struct sock {
 	struct {
 		atomic_t rmem_alloc;
 	} sk_backlog;
-	int sk_sndbuf;
 	__u8 sk_userlocks : 4;
 	void *sk_user_data;
 	struct socket *sk_socket;

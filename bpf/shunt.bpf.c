@@ -45,9 +45,8 @@ enum why { WHY_NOTHING, WHY_MPTCP, WHY_ULP, WHY_BUSY, WHY_FULL, WHY_OTHER };
 volatile const enum mode verdict_mode = MODE_EVERY;
 volatile const __u32 window = 262144;    /* bytes one verdict is good for, with MODE_WINDOW */
 volatile const __u32 slots = 16384;      /* size of pairs and free_slots */
-volatile const __u32 app_sndbuf = 4096;  /* SO_SNDBUF of C and S, 0: leave it */
+volatile const __u32 app_sndbuf = 4096;  /* SO_SNDBUF of C and S on the slow path, 0: leave it */
 volatile const __u32 pass_piece = 4096;  /* bytes of a large message that take TCP before the verdict is asked again */
-volatile const __u32 copy_sndbuf = 212992; /* SO_SNDBUF given back to a socket that is copied after all */
 volatile const __u64 own_netns = 0;      /* cookie of the network namespace that shunt listens in */
 
 /* Knobs and counters while it runs; shared memory. */
@@ -99,8 +98,6 @@ struct member {
 	__u32 gen;
 	enum role role;
 	enum why why;
-	__u32 sndbuf; /* sk_sndbuf after app_sndbuf was set; to be given back if the connection is copied. 0: not set */
-	__u32 pad;
 };
 
 /* The pair of initial sequence numbers as the active end sees it: (its own, the peer's). */
@@ -295,26 +292,14 @@ static __always_inline enum why enrol(struct bpf_sock_ops *s, __u64 cookie)
  * when the sender waits, so that shunt can catch up with it. Not where the
  * application chose a size itself.
  */
-static __always_inline void small_sndbuf(struct bpf_sock_ops *s, struct tcp_sock *tp, struct member *m)
+static __always_inline void small_sndbuf(struct bpf_sock_ops *s, struct bpf_sock *bsk)
 {
-	struct sock *sk = (struct sock *)tp;
+	struct sock *sk = (struct sock *)bpf_skc_to_tcp_sock(bsk);
 	int v = app_sndbuf;
 
-	if (!v || BPF_CORE_READ_BITFIELD_PROBED(sk, sk_userlocks) & SOCK_SNDBUF_LOCK)
+	if (!v || !sk || BPF_CORE_READ_BITFIELD_PROBED(sk, sk_userlocks) & SOCK_SNDBUF_LOCK)
 		return;
-	if (!bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v)))
-		m->sndbuf = BPF_CORE_READ(sk, sk_sndbuf);
-}
-
-/* Given up by shunt, and copied: the buffer goes back, unless the application has chosen one meanwhile. */
-static __always_inline void large_sndbuf(struct bpf_sock_ops *s, struct bpf_sock *sk, struct member *me)
-{
-	struct sock *tp = (struct sock *)bpf_skc_to_tcp_sock(sk);
-	int v = copy_sndbuf;
-
-	if (tp && BPF_CORE_READ(tp, sk_sndbuf) == me->sndbuf)
-		bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v));
-	me->sndbuf = 0;
+	bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v));
 }
 
 static __always_inline void fill_end(struct end *e, struct bpf_sock_ops *s, struct tcp_sock *tp, __u64 cookie)
@@ -369,8 +354,6 @@ static __always_inline void client_born(struct bpf_sock_ops *s, struct bpf_sock 
 	h.slot = m.slot;
 	h.gen = m.gen;
 	h.why = enrol(s, m.cookie);
-	if (!h.why)
-		small_sndbuf(s, tp, &m);
 	p->why = h.why;
 	*me = m;
 	fill_end(&p->end[ROLE_C], s, tp, m.cookie);
@@ -437,7 +420,6 @@ static __always_inline void passive_born(struct bpf_sock_ops *s, struct bpf_sock
 		if (m.why) {
 			p->why = m.why;
 		} else if (m.role == ROLE_S) {
-			small_sndbuf(s, tp, &m);
 			bpf_sock_ops_cb_flags_set(s, s->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG |
 							     BPF_SOCK_OPS_RTT_CB_FLAG);
 		}
@@ -489,6 +471,7 @@ int on_sockops(struct bpf_sock_ops *s)
 	struct bpf_sock *sk;
 	struct tcp_sock *tp;
 	struct member *me;
+	struct pair *p;
 
 	switch (s->op) {
 	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
@@ -531,10 +514,19 @@ int on_sockops(struct bpf_sock_ops *s)
 			leaves(me);
 		break;
 	case BPF_SOCK_OPS_RTT_CB:
+		/*
+		 * An acknowledgement: an application's bytes took TCP. Where that is
+		 * the slow path of the bypass, its send buffer becomes small; a connection that
+		 * is copied never gets here but to switch this off.
+		 */
 		me = bpf_sk_storage_get(&members, sk, 0, 0);
-		if (!me || !me->sndbuf || membership(me))
+		if (!me)
 			return 1;
-		large_sndbuf(s, sk, me);
+		p = membership(me);
+		if (p && !p->open)
+			return 1;
+		if (p)
+			small_sndbuf(s, sk);
 		bpf_sock_ops_cb_flags_set(s, s->bpf_sock_ops_cb_flags & ~BPF_SOCK_OPS_RTT_CB_FLAG);
 		break;
 	}

@@ -47,8 +47,6 @@ type ShuntMember struct {
 	Gen    uint32
 	Role   ShuntRole
 	Why    ShuntWhy
-	Sndbuf uint32
-	Pad    uint32
 }
 
 type ShuntMode uint32
@@ -140,7 +138,6 @@ const (
 	ShuntProgSurvey       = "survey"
 	ShuntVarAppSndbuf     = "app_sndbuf"
 	ShuntVarCandidates    = "candidates"
-	ShuntVarCopySndbuf    = "copy_sndbuf"
 	ShuntVarFresh         = "fresh"
 	ShuntVarOwnNetns      = "own_netns"
 	ShuntVarPassPiece     = "pass_piece"
@@ -219,7 +216,6 @@ type ShuntMapSpecs struct {
 type ShuntVariableSpecs struct {
 	AppSndbuf   *ebpf.VariableSpec `ebpf:"app_sndbuf"`
 	Candidates  *ebpf.VariableSpec `ebpf:"candidates"`
-	CopySndbuf  *ebpf.VariableSpec `ebpf:"copy_sndbuf"`
 	Fresh       *ebpf.VariableSpec `ebpf:"fresh"`
 	OwnNetns    *ebpf.VariableSpec `ebpf:"own_netns"`
 	PassPiece   *ebpf.VariableSpec `ebpf:"pass_piece"`
@@ -276,7 +272,6 @@ func (m *ShuntMaps) Close() error {
 type ShuntVariables struct {
 	AppSndbuf   *ebpf.Variable `ebpf:"app_sndbuf"`
 	Candidates  *ebpf.Variable `ebpf:"candidates"`
-	CopySndbuf  *ebpf.Variable `ebpf:"copy_sndbuf"`
 	Fresh       *ebpf.Variable `ebpf:"fresh"`
 	OwnNetns    *ebpf.Variable `ebpf:"own_netns"`
 	PassPiece   *ebpf.Variable `ebpf:"pass_piece"`

@@ -38,8 +38,8 @@ const (
 	stallAfter = 10 * time.Second
 	// stallMemory is how long later connections of a stalled peer are copied.
 	stallMemory = 10 * time.Minute
-	// appSndbuf is SO_SNDBUF of an enrolled application's socket: the kernel
-	// doubles it and has a minimum of 4608, so about one small message.
+	// appSndbuf is SO_SNDBUF of an application's socket that got onto the slow
+	// path: the kernel doubles it, so about one small message.
 	appSndbuf      = 4096
 	socketsPerPair = 4
 )
@@ -130,7 +130,6 @@ func (k *Kernel) load() error {
 		bpf.ShuntVarWindow:      k.opt.Window,
 		bpf.ShuntVarSlots:       slots,
 		bpf.ShuntVarAppSndbuf:   uint32(appSndbuf),
-		bpf.ShuntVarCopySndbuf:  uint32(sysctl("net/core/wmem_max", 212992)),
 		bpf.ShuntVarOwnNetns:    netns,
 		bpf.ShuntVarQueueLimit:  uint32(k.report.QueueLimit),
 	} {

@@ -18,9 +18,6 @@ import (
 // host that happens in the soft interrupt that also completes our connect.
 const pairWithin = 2 * time.Millisecond
 
-// rcvbuf is SO_RCVBUF of A and B: what is on the slow path at a time.
-const rcvbuf = 16 << 10
-
 // Candidate is an accepted connection whose client is on this host. Exactly
 // one of Pair and Release ends it; its methods are not safe for concurrent use.
 type Candidate struct {
@@ -157,11 +154,6 @@ func (c *Candidate) Pair(up *net.TCPConn) (*Route, Reason) {
 	for i := range p.End {
 		r.cookie[i] = p.End[i].Cookie
 		r.addr[i] = p.End[i].Addr
-	}
-	for _, conn := range []*net.TCPConn{c.down, up} {
-		if err := conn.SetReadBuffer(rcvbuf); err != nil {
-			return decline(ReasonError)
-		}
 	}
 	k.mu.Lock()
 	k.routes[r] = struct{}{}
