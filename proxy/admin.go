@@ -169,7 +169,7 @@ func (s *Server) Connections() []Connection {
 func (c *conn) describe(draining bool) Connection {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	legOf := func(t *net.TCPConn) ConnectionLeg {
+	legOf := func(t Stream) ConnectionLeg {
 		return ConnectionLeg{Local: addrString(t.LocalAddr()), Remote: addrString(t.RemoteAddr())}
 	}
 	st := c.state
@@ -179,7 +179,7 @@ func (c *conn) describe(draining bool) Connection {
 	}
 	if st >= stateCopying && st < stateClosed {
 		d.Up = new(ConnectionLeg)
-		*d.Up = legOf(c.legs[1].tcp)
+		*d.Up = legOf(c.legs[1].sock)
 		d.Declined = string(c.reason)
 		if draining {
 			st = stateDraining

@@ -3,6 +3,8 @@ package proxy
 import (
 	"net/netip"
 	"time"
+
+	"shunt/splice"
 )
 
 // Defaults of a Listener; a zero or empty field of a hand-made Listener is
@@ -61,6 +63,30 @@ type Listener struct {
 	KeepAlive KeepAlive
 	// DrainTimeout bounds how long live connections may go on after Shutdown was asked for.
 	DrainTimeout time.Duration
+
+	// The rest has no default but its zero value, and no key in the configuration file.
+
+	// ListenFunc, unless nil, opens the listening socket; Listen is ignored.
+	ListenFunc ListenFunc
+	// DialFunc, unless nil, connects upstreams, and bounds its own time; Upstream only names them, DialTimeout is ignored.
+	DialFunc DialFunc
+	// Admit, unless nil, is called for each accepted connection before anything else; an error closes it.
+	Admit func(down Stream) error
+	// Once closes the listening socket after the first connection that was admitted.
+	Once bool
+	// Way is the directions that carry bytes; unless both do, the bypass is off.
+	Way Way
+	// Down and Up treat the ends of the two legs.
+	Down, Up LegPolicy
+	// QuietEnds ends connections that time out, or whose upstream isn't reached, with FIN instead of RST.
+	QuietEnds bool
+	// BufferSize, unless zero, is how much is read at once where bytes are copied; splice(2) isn't used then.
+	BufferSize int
+	// Tap, unless nil, sees the bytes of each direction before they are written on; the bypass is off then. It is called for
+	// both directions at the same time, and mustn't keep b.
+	Tap func(conn uint64, d splice.Direction, b []byte)
+	// Trace is told of the connections' lives.
+	Trace Trace
 }
 
 // DefaultListener returns a Listener with every optional field at its default.

@@ -44,7 +44,7 @@ const (
 
 // leg is one of a connection's two sockets.
 type leg struct {
-	tcp     *net.TCPConn
+	sock    Stream
 	sentFIN atomic.Bool                   // we finished sending on it
 	failed  atomic.Pointer[syscall.Errno] // what the first failed write on it said
 	dead    bool                          // the peer reset it or is lost; guarded by conn.mu
@@ -77,6 +77,7 @@ type conn struct {
 	killed bool
 	closed bool
 	cause  string
+	err    error              // what broke it
 	cancel context.CancelFunc // of the dial, while it runs
 	stop   chan struct{}      // closed by kill; made when first asked for
 	route  Route
@@ -88,7 +89,7 @@ type conn struct {
 	seen     sample
 }
 
-func (c *conn) down() *net.TCPConn { return c.legs[0].tcp }
+func (c *conn) down() Stream { return c.legs[0].sock }
 
 // serve is an accepted connection's life up to the start of its two
 // directions.
@@ -102,13 +103,8 @@ func (c *conn) serve() {
 		c.abandon()
 		return
 	}
-	c.legs[1].tcp = up
-	var route Route
-	if cand != nil {
-		if route, c.reason = cand.Pair(up); route == nil {
-			c.l.declined(c.reason)
-		}
-	}
+	c.legs[1].sock = up
+	route := c.pair(cand)
 	c.mu.Lock()
 	c.route = route
 	if c.killed { // during Pair: kill knew of one leg at most
@@ -123,10 +119,39 @@ func (c *conn) serve() {
 	}
 	c.lastMove = time.Now()
 	c.armLocked()
+	for _, d := range []splice.Direction{splice.Up, splice.Down} {
+		if !c.l.cfg.Way.carries(d) {
+			c.flows[d].state = flowEnded
+		}
+	}
 	c.mu.Unlock()
+	if f := c.l.cfg.Trace.Started; f != nil {
+		f(c.id, c.down(), up, c.reason)
+	}
 	// Fresh goroutines: dialling has grown this one's stack.
-	go c.move(splice.Up, true)
-	go c.move(splice.Down, true)
+	for _, d := range []splice.Direction{splice.Up, splice.Down} {
+		if c.l.cfg.Way.carries(d) {
+			go c.move(d, true)
+		}
+	}
+}
+
+// pair completes the bypass, where there is a candidate and both legs are TCP.
+func (c *conn) pair(cand Candidate) Route {
+	if cand == nil {
+		return nil
+	}
+	up := c.legs[1].sock
+	var route Route
+	if c.reason = notTCP(up); c.reason != "" {
+		cand.Release()
+	} else {
+		route, c.reason = cand.Pair(tcpOf(up))
+	}
+	if route == nil {
+		c.l.declined(c.reason)
+	}
+	return route
 }
 
 // claim asks the bypass for the connection.
@@ -137,7 +162,13 @@ func (c *conn) claim() Candidate {
 		l.declined(c.reason)
 		return nil
 	}
-	cand, reason := l.srv.bypass.Claim(c.down())
+	down := tcpOf(c.down())
+	if down == nil {
+		c.reason = notTCP(c.down())
+		l.declined(c.reason)
+		return nil
+	}
+	cand, reason := l.srv.bypass.Claim(down)
 	if cand == nil {
 		c.reason = reason
 		l.declined(reason)
@@ -147,7 +178,7 @@ func (c *conn) claim() Candidate {
 
 // dial connects the upstream. On an error the cause is set, and nothing is
 // left over but the client's leg.
-func (c *conn) dial(cand Candidate) (*net.TCPConn, error) {
+func (c *conn) dial(cand Candidate) (Stream, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	c.mu.Lock()
@@ -157,7 +188,7 @@ func (c *conn) dial(cand Candidate) (*net.TCPConn, error) {
 	if killed {
 		return nil, net.ErrClosed
 	}
-	var control controlFunc
+	var control ControlFunc
 	if cand != nil {
 		control = func(network, address string, raw syscall.RawConn) error {
 			if err := cand.Control(network, address, raw); err != nil {
@@ -168,7 +199,7 @@ func (c *conn) dial(cand Candidate) (*net.TCPConn, error) {
 		}
 	}
 	stop := watchLeave(c.down(), cancel)
-	up, err := c.l.dial(ctx, control)
+	up, err := c.connect(ctx, control)
 	left := stop()
 
 	c.mu.Lock()
@@ -191,6 +222,7 @@ func (c *conn) dial(cand Candidate) (*net.TCPConn, error) {
 		cause, kind = causeClientRST, dialCanceled
 	}
 	c.blame(cause)
+	c.err = err
 	c.l.dialFailed(kind)
 	if kind != dialCanceled {
 		c.l.srv.dialWarn(c.l, kind, err)
@@ -198,9 +230,36 @@ func (c *conn) dial(cand Candidate) (*net.TCPConn, error) {
 	return nil, err
 }
 
+// connect gets the connection its upstream.
+func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, error) {
+	l := c.l
+	if l.cfg.DialFunc != nil {
+		up, err := l.cfg.DialFunc(ctx, c.id, c.down(), control)
+		if err != nil {
+			if ctx.Err() != nil {
+				err = errors.Join(ctx.Err(), err)
+			}
+			return nil, &dialError{dialKind(err), err}
+		}
+		return up, nil
+	}
+	up, err := l.dial(ctx, control)
+	if err != nil { // and no Stream that holds a nil
+		return nil, err
+	}
+	return up, nil
+}
+
 // abandon ends a connection whose directions never started.
 func (c *conn) abandon() {
-	reset(c.down())
+	c.mu.Lock()
+	quiet := c.l.cfg.QuietEnds && !c.killed
+	c.mu.Unlock()
+	if quiet {
+		c.down().Close()
+	} else {
+		reset(c.down())
+	}
 	c.mu.Lock()
 	c.flows[0].state, c.flows[1].state = flowEnded, flowEnded
 	c.mu.Unlock()
@@ -244,7 +303,7 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 	case end == endFIN:
 		fin, rst := c.judgeEOF(src)
 		if fin {
-			c.passFIN(d)
+			c.finish(d)
 		}
 		if rst {
 			c.sourceDied(d, endReset, nil)
@@ -260,7 +319,7 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 
 // forward carries what direction d sends over TCP, until it is parked or has ended.
 func (c *conn) forward(d splice.Direction, fresh bool) (parked bool, err error) {
-	src := c.legs[d].tcp
+	src := c.legs[d].sock
 	period := quietPeriod
 	if fresh {
 		period = freshPeriod
@@ -286,13 +345,34 @@ func (c *conn) forward(d splice.Direction, fresh bool) (parked bool, err error) 
 	}
 }
 
-// passFIN passes d's FIN on, after every byte.
+// finish does with d's FIN, after every byte, what the policies of the two legs say.
+func (c *conn) finish(d splice.Direction) {
+	from, to := c.l.cfg.Down, c.l.cfg.Up
+	if d == splice.Down {
+		from, to = to, from
+	}
+	if f := c.l.cfg.Trace.Finished; f != nil {
+		f(c.id, d)
+	}
+	switch {
+	case from.IgnoreFIN:
+	case to.OnFIN == KeepFIN:
+		c.over(d, causeOf(d == splice.Down, endFIN))
+	case to.OnFIN == CloseOnFIN:
+		c.passFIN(d)
+		c.kill("", false)
+	default:
+		c.passFIN(d)
+	}
+}
+
+// passFIN passes d's FIN on.
 func (c *conn) passFIN(d splice.Direction) {
 	c.over(d, causeOf(d == splice.Down, endFIN))
 	dst := &c.legs[1-d]
 	dst.sentFIN.Store(true)
 	// An error means that dst is dead already; its reader will find that out.
-	_ = dst.tcp.CloseWrite()
+	_ = dst.sock.CloseWrite()
 	c.mu.Lock()
 	c.flows[d].finned = true
 	orphaned := c.legs[d].dead
@@ -322,7 +402,7 @@ func (c *conn) destinationDied(d splice.Direction, end ending, err error) {
 	c.mu.Lock()
 	finned := c.flows[1-d].finned
 	c.mu.Unlock()
-	if finned {
+	if finned || c.l.cfg.Way != BothWays || c.l.policy(1-d).IgnoreFIN {
 		// The other direction is over; nobody else will do it.
 		go c.discard(d)
 		c.resetAfterDrain(d)
@@ -335,6 +415,9 @@ func (c *conn) destinationDied(d splice.Direction, end ending, err error) {
 func (c *conn) died(which splice.Direction, end ending, err error) {
 	c.mu.Lock()
 	c.legs[which].dead = true
+	if c.err == nil {
+		c.err = err
+	}
 	c.blame(causeOf(which == splice.Down, end))
 	c.mu.Unlock()
 	if end == endOdd {
@@ -369,17 +452,17 @@ func (c *conn) blame(cause string) {
 func (c *conn) resetAfterDrain(which splice.Direction) {
 	to := &c.legs[which]
 	if !resetKeepsBytes && c.flows[1-which].copied.Load() > 0 {
-		_ = to.tcp.CloseWrite()
+		_ = to.sock.CloseWrite()
 		c.kill("", false)
 		return
 	}
 	stop := c.stopped()
 	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
-		n, ok := unacked(to.tcp)
+		n, ok := unacked(to.sock)
 		if !ok || n == 0 {
 			break
 		}
-		if s, ok := readTCPStats(to.tcp); !ok || s.state == tcpClosed {
+		if s, ok := readTCPStats(to.sock); !ok || s.state == tcpClosed {
 			break
 		}
 		t := time.NewTimer(wait)
@@ -398,9 +481,9 @@ func (c *conn) resetAfterDrain(which splice.Direction) {
 func (c *conn) discard(d splice.Direction) {
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
-	c.legs[d].tcp.SetReadDeadline(time.Time{})
+	c.legs[d].sock.SetReadDeadline(time.Time{})
 	for {
-		if _, err := c.legs[d].tcp.Read(*buf); err != nil {
+		if _, err := c.legs[d].sock.Read(*buf); err != nil {
 			return
 		}
 	}
@@ -410,13 +493,13 @@ func (c *conn) discard(d splice.Direction) {
 // a write on the same socket has already taken, read says end of file too; and
 // a peer that finished and then reset wants both passed on.
 func (c *conn) judgeEOF(from *leg) (fin, rst bool) {
-	s, ok := readTCPStats(from.tcp)
+	s, ok := readTCPStats(from.sock)
 	// We didn't finish on this leg ourselves, so it isn't simply over: the order
 	// of these two matters.
 	if !ok || s.state != tcpClosed || from.sentFIN.Load() {
 		return true, false
 	}
-	if err := takeError(from.tcp); err != nil {
+	if err := takeError(from.sock); err != nil {
 		// The kernel says EPIPE for a reset that came after the FIN.
 		return errors.Is(err, syscall.EPIPE), true
 	}
@@ -478,9 +561,9 @@ func (c *conn) kill(cause string, rst bool) {
 			break // still serve's
 		}
 		if rst {
-			reset(c.legs[i].tcp)
+			reset(c.legs[i].sock)
 		} else {
-			c.legs[i].tcp.Close()
+			c.legs[i].sock.Close()
 		}
 	}
 	for d := range c.flows {
@@ -493,10 +576,12 @@ func (c *conn) kill(cause string, rst bool) {
 	c.closeIfEnded()
 }
 
-// reset closes t so that its peer sees a reset.
-func reset(t *net.TCPConn) {
-	t.SetLinger(0)
-	t.Close()
+// reset closes s so that its peer sees a reset, where it can.
+func reset(s Stream) {
+	if t, ok := s.(interface{ SetLinger(int) error }); ok {
+		t.SetLinger(0)
+	}
+	s.Close()
 }
 
 // park hands direction d to the parking; false: it has to wait itself.
@@ -508,7 +593,7 @@ func (c *conn) park(d splice.Direction) bool {
 	}
 	f := &c.flows[d]
 	// wake takes the mutex, so it can't come between these.
-	if c.l.srv.parking.park(c.legs[d].tcp, c.id, d, f.parkedOnce) != nil {
+	if c.l.srv.parking.park(c.legs[d].sock, c.id, d, f.parkedOnce) != nil {
 		return false
 	}
 	f.parkedOnce = true
@@ -544,7 +629,7 @@ func (c *conn) closeIfEnded() {
 		c.timer.Stop()
 	}
 	for i := range c.legs {
-		if t := c.legs[i].tcp; t != nil {
+		if t := c.legs[i].sock; t != nil {
 			t.Close()
 		}
 	}

@@ -1,9 +1,12 @@
 package proxy
 
 import (
+	"io"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"shunt/splice"
 )
 
 const (
@@ -33,3 +36,37 @@ func (b *budget) take() bool {
 }
 
 func (b *budget) give() { b.left.Add(1) }
+
+// copyPlain moves direction d's bytes with reads and writes until the source ends
+// (an error other than nil says how) or the destination does (wrote).
+func (c *conn) copyPlain(d splice.Direction) (wrote bool, err error) {
+	src, dst := c.legs[d].sock, c.legs[1-d].sock
+	src.SetReadDeadline(time.Time{})
+	var b []byte
+	if n := c.l.cfg.BufferSize; n > 0 {
+		b = make([]byte, n)
+	} else {
+		buf := buffers.Get().(*[]byte)
+		defer buffers.Put(buf)
+		b = *buf
+	}
+	for {
+		n, err := src.Read(b)
+		if n > 0 {
+			if tap := c.l.cfg.Tap; tap != nil {
+				tap(c.id, d, b[:n])
+			}
+			w, err := dst.Write(b[:n])
+			c.flows[d].copied.Add(uint64(w))
+			if err != nil {
+				return true, err
+			}
+		}
+		if err == io.EOF {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+	}
+}

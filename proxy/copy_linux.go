@@ -21,7 +21,15 @@ import (
 func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err error) {
 	src, dst := &c.legs[d], &c.legs[1-d]
 	f := &c.flows[d]
-	raw, err := src.tcp.SyscallConn()
+	sc, ok := src.sock.(syscall.Conn)
+	if !ok || c.l.cfg.Tap != nil || c.l.cfg.BufferSize > 0 {
+		wrote, err = c.copyPlain(d)
+		return false, wrote, err
+	}
+	if tcpOf(src.sock) == nil || tcpOf(dst.sock) == nil {
+		f.plain = true
+	}
+	raw, err := sc.SyscallConn()
 	if err != nil {
 		return false, false, err
 	}
@@ -46,7 +54,7 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 	if fresh {
 		period = freshPeriod
 	}
-	src.tcp.SetReadDeadline(time.Now().Add(period))
+	src.sock.SetReadDeadline(time.Now().Add(period))
 	last := f.copied.Load()
 	endless := false // the parking had no room
 	for {
@@ -57,11 +65,11 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 					return true, false, nil
 				}
 				// It waits here then; a closed socket ends that too.
-				src.tcp.SetReadDeadline(time.Time{})
+				src.sock.SetReadDeadline(time.Time{})
 				endless = true
 			} else {
 				last = now
-				src.tcp.SetReadDeadline(time.Now().Add(quietPeriod))
+				src.sock.SetReadDeadline(time.Now().Add(quietPeriod))
 			}
 			continue
 		case err != nil:
@@ -73,10 +81,10 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 		}
 		if endless {
 			endless = false
-			src.tcp.SetReadDeadline(time.Now().Add(quietPeriod))
+			src.sock.SetReadDeadline(time.Now().Add(quietPeriod))
 		}
 		full := n == len(*buf)
-		w, err := dst.tcp.Write((*buf)[:n])
+		w, err := dst.sock.Write((*buf)[:n])
 		buffers.Put(buf)
 		f.copied.Add(uint64(w))
 		if err != nil {
@@ -85,14 +93,14 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 		if !full || f.plain {
 			continue
 		}
-		if s, ok := readTCPStats(src.tcp); !ok || bytesBesideTCP(f.copied.Load(), s.received) {
+		if s, ok := readTCPStats(src.sock); !ok || bytesBesideTCP(f.copied.Load(), s.received) {
 			f.plain = true
 			continue
 		}
 		if !c.l.srv.pipes.take() {
 			continue
 		}
-		m, err := io.Copy(dst.tcp, src.tcp)
+		m, err := io.Copy(dst.sock, src.sock)
 		c.l.srv.pipes.give()
 		f.copied.Add(uint64(m))
 		switch {
@@ -100,7 +108,7 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 			return false, false, nil
 		case errors.Is(err, os.ErrDeadlineExceeded):
 			// Not read again before the deadline is set anew.
-			src.tcp.SetReadDeadline(time.Now().Add(quietPeriod))
+			src.sock.SetReadDeadline(time.Now().Add(quietPeriod))
 		default:
 			return false, c.writeFailed(src, dst, err), err
 		}
@@ -113,11 +121,11 @@ func (c *conn) writeFailed(src, dst *leg, err error) bool {
 	if errors.Is(err, syscall.EPIPE) {
 		return true
 	}
-	s, ok := readTCPStats(src.tcp)
+	s, ok := readTCPStats(src.sock)
 	if ok && s.state == tcpClosed {
 		// Where both are closed there is nobody left to deliver to.
 		return false
 	}
-	t, ok := readTCPStats(dst.tcp)
+	t, ok := readTCPStats(dst.sock)
 	return ok && t.state == tcpClosed
 }

@@ -78,12 +78,10 @@ func isLimit(err error) bool {
 		errors.Is(err, syscall.ENOBUFS) || errors.Is(err, syscall.ENOMEM)
 }
 
-type controlFunc func(network, address string, c syscall.RawConn) error
-
 // dial connects to the listener's upstream: it resolves the name, then tries
 // every address in order, one at a time since control is for one socket at a
 // time. A lack of descriptors is waited out. All of it within dial_timeout.
-func (l *listener) dial(ctx context.Context, control controlFunc) (*net.TCPConn, error) {
+func (l *listener) dial(ctx context.Context, control ControlFunc) (*net.TCPConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, l.cfg.DialTimeout)
 	defer cancel()
 	for wait := 5 * time.Millisecond; ; wait = min(2*wait, 250*time.Millisecond) {
@@ -104,7 +102,7 @@ func (l *listener) dial(ctx context.Context, control controlFunc) (*net.TCPConn,
 	}
 }
 
-func (l *listener) dialOnce(ctx context.Context, control controlFunc) (*net.TCPConn, error) {
+func (l *listener) dialOnce(ctx context.Context, control ControlFunc) (*net.TCPConn, error) {
 	addrs, err := l.resolve(ctx)
 	if err != nil {
 		return nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.cfg.Upstream, err)}
@@ -171,7 +169,12 @@ func (k KeepAlive) apply(d *time.Duration, c *net.KeepAliveConfig) {
 
 // watchLeave calls left if the client resets down before the returned stop
 // is called; stop says whether it did. It reads nothing from down.
-func watchLeave(down *net.TCPConn, left func()) (stop func() bool) {
+// Other streams than TCP can't say a reset from an end.
+func watchLeave(s Stream, left func()) (stop func() bool) {
+	down := tcpOf(s)
+	if down == nil {
+		return func() bool { return false }
+	}
 	var gone atomic.Bool
 	done := make(chan struct{})
 	t := time.AfterFunc(leaveWatchAfter, func() {

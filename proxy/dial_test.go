@@ -311,7 +311,7 @@ func TestOurSocketsHaveKeepaliveAndNoMPTCP(t *testing.T) {
 	expect(t, client, "x")
 	for _, c := range r.conns() {
 		for i := range c.legs {
-			tcp := c.legs[i].tcp
+			tcp := tcpOf(c.legs[i].sock)
 			for opt, want := range map[int]int{unix.TCP_KEEPIDLE: 7, unix.TCP_KEEPINTVL: 3, unix.TCP_KEEPCNT: 5, unix.TCP_NODELAY: 1} {
 				control(tcp, func(fd int) error {
 					if got, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, opt); err != nil || got != want {

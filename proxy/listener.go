@@ -20,7 +20,7 @@ type listener struct {
 	srv      *Server
 	cfg      Listener
 	log      zerolog.Logger
-	ln       atomic.Pointer[net.TCPListener]
+	ln       atomic.Pointer[net.Listener]
 	withdraw func()
 	noBypass splice.Reason // why no connection is bypassed, or empty
 	slots    slots
@@ -47,7 +47,7 @@ func newListener(s *Server, cfg Listener) *listener {
 	l.past.dialErrors = map[string]uint64{}
 	l.past.ends = map[string]uint64{}
 	switch {
-	case cfg.Bypass == BypassOff:
+	case cfg.Bypass == BypassOff || cfg.Tap != nil || cfg.Way != BothWays:
 		l.noBypass = splice.ReasonOff
 	case s.bypass == nil:
 		l.noBypass = splice.ReasonUnsupported
@@ -59,17 +59,23 @@ func newListener(s *Server, cfg Listener) *listener {
 
 // open listens, and announces the listener to the bypass.
 func (l *listener) open() error {
-	var lc net.ListenConfig
-	// The bypass doesn't take MPTCP, and a plain connection is what was asked for.
-	lc.SetMultipathTCP(false)
-	l.cfg.KeepAlive.apply(&lc.KeepAlive, &lc.KeepAliveConfig)
-	n, err := lc.Listen(context.Background(), "tcp", l.cfg.Listen)
+	listen := l.cfg.ListenFunc
+	if listen == nil {
+		listen = l.listen
+	}
+	ln, err := listen(context.Background())
 	if err != nil {
 		return err
 	}
-	ln := n.(*net.TCPListener)
+	tcp, _ := ln.(*net.TCPListener)
+	if l.noBypass == "" && tcp == nil {
+		l.noBypass = splice.ReasonNotTCP
+		if _, ok := ln.(*net.UnixListener); ok {
+			l.noBypass = splice.ReasonUnix
+		}
+	}
 	if l.noBypass == "" {
-		withdraw, err := l.srv.bypass.Listen(ln)
+		withdraw, err := l.srv.bypass.Listen(tcp)
 		if err != nil {
 			l.log.Warn().Err(err).Msg("bypass off for this listener: it can't be announced")
 			l.noBypass = splice.ReasonError
@@ -77,8 +83,8 @@ func (l *listener) open() error {
 			l.withdraw = withdraw
 		}
 	}
-	l.ln.Store(ln)
-	e := l.log.Info().Stringer("addr", addrOf(ln.Addr())).Str("upstream", l.cfg.Upstream).Bool("bypass", l.noBypass == "")
+	l.ln.Store(&ln)
+	e := l.log.Info().Str("addr", addrString(ln.Addr())).Str("upstream", l.cfg.Upstream).Bool("bypass", l.noBypass == "")
 	if l.noBypass != "" {
 		e = e.Str("reason", string(l.noBypass))
 		if l.noBypass == splice.ReasonUnsupported && l.srv.cfg.BypassUnsupported != "" {
@@ -86,8 +92,28 @@ func (l *listener) open() error {
 		}
 	}
 	e.Msg("listening")
+	if f := l.cfg.Trace.Listening; f != nil {
+		f(ln.Addr())
+	}
 	l.loop = make(chan struct{})
 	return nil
+}
+
+// listen is the ListenFunc of a listener without one.
+func (l *listener) listen(ctx context.Context) (net.Listener, error) {
+	var lc net.ListenConfig
+	// The bypass doesn't take MPTCP, and a plain connection is what was asked for.
+	lc.SetMultipathTCP(false)
+	l.cfg.KeepAlive.apply(&lc.KeepAlive, &lc.KeepAliveConfig)
+	return lc.Listen(ctx, "tcp", l.cfg.Listen)
+}
+
+// policy returns the policy of the leg that sends in direction d.
+func (l *listener) policy(d splice.Direction) LegPolicy {
+	if d == splice.Up {
+		return l.cfg.Down
+	}
+	return l.cfg.Up
 }
 
 // close stops accepting; it returns when the accept loop has, if it ran.
@@ -101,7 +127,7 @@ func (l *listener) close() {
 		if l.withdraw != nil {
 			l.withdraw()
 		}
-		ln.Close()
+		(*ln).Close()
 		if l.srv.draining.Load() {
 			<-l.loop
 		}
@@ -112,7 +138,7 @@ func (l *listener) close() {
 // the next ones wait in the backlog until one ends.
 func (l *listener) accept() {
 	defer close(l.loop)
-	ln := l.ln.Load()
+	ln := *l.ln.Load()
 	var wait time.Duration
 	for {
 		select {
@@ -120,10 +146,25 @@ func (l *listener) accept() {
 		case <-l.closing:
 			return
 		}
-		t, err := ln.AcceptTCP()
+		s, err := ln.Accept()
 		if err == nil {
 			wait = 0
-			go l.add(t).serve()
+			down := s.(Stream) // as ListenFunc promises
+			if l.cfg.Admit != nil {
+				if err := l.cfg.Admit(down); err != nil {
+					l.log.Debug().Err(err).Str("down", addrString(s.RemoteAddr())).Msg("connection not admitted")
+					s.Close()
+					<-l.slots
+					continue
+				}
+			}
+			if l.cfg.Once {
+				ln.Close()
+			}
+			go l.add(down).serve()
+			if l.cfg.Once {
+				return
+			}
 			// In a burst let those that are here get on first: goroutines that
 			// pile up in their dials cost memory that idle connections don't.
 			runtime.Gosched()
@@ -149,15 +190,18 @@ func (l *listener) accept() {
 }
 
 // add makes an accepted socket a connection.
-func (l *listener) add(t *net.TCPConn) *conn {
+func (l *listener) add(down Stream) *conn {
 	s := l.srv
 	c := &conn{id: s.lastID.Add(1), l: l, start: time.Now()}
-	c.legs[0].tcp = t
+	c.legs[0].sock = down
 	s.live.Add(1)
 	s.mu.Lock()
 	s.conns[c.id] = c
 	l.past.connections++
 	s.mu.Unlock()
+	if f := l.cfg.Trace.Accepted; f != nil {
+		f(c.id, down)
+	}
 	return c
 }
 
@@ -175,6 +219,9 @@ func (l *listener) finished(c *conn) {
 	}
 	l.log.Debug().Uint64("conn", c.id).Str("cause", c.cause).Msg("connection closed")
 	<-l.slots
+	if f := l.cfg.Trace.Closed; f != nil {
+		f(c.id, c.cause, c.err)
+	}
 	s.live.Done()
 }
 
@@ -226,7 +273,7 @@ func (c *conn) logAccess(n counts) {
 	e := c.l.log.Info().Uint64("conn", c.id).Time("start", c.start).Float64("duration_seconds", time.Since(c.start).Seconds()).
 		Str("down", addrString(c.down().RemoteAddr())).Str("down_local", addrString(c.down().LocalAddr())).
 		Str("upstream", c.l.cfg.Upstream)
-	if up := c.legs[1].tcp; up != nil {
+	if up := c.legs[1].sock; up != nil {
 		e = e.Str("up", addrString(up.RemoteAddr())).Str("up_local", addrString(up.LocalAddr()))
 	}
 	for _, d := range []splice.Direction{splice.Up, splice.Down} {

@@ -1,10 +1,11 @@
 package proxy
 
 import (
+	"errors"
 	"fmt"
-	"net"
 	"os"
 	"runtime"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 
@@ -58,10 +59,14 @@ func newParking(wake func(id uint64, d splice.Direction)) (*parking, error) {
 	return p, nil
 }
 
-// park arms c's socket for direction d of connection id; again says that it was parked
+// park arms s for direction d of connection id; again says that it was parked
 // before. The registration ends with the socket.
-func (p *parking) park(c *net.TCPConn, id uint64, d splice.Direction, again bool) error {
+func (p *parking) park(s Stream, id uint64, d splice.Direction, again bool) error {
 	key := id<<1 | uint64(d)
+	c, ok := s.(syscall.Conn)
+	if !ok {
+		return errors.ErrUnsupported
+	}
 	op := unix.EPOLL_CTL_ADD
 	if again {
 		op = unix.EPOLL_CTL_MOD

@@ -14,7 +14,7 @@ type parking struct{}
 
 func newParking(func(uint64, splice.Direction)) (*parking, error) { return &parking{}, nil }
 
-func (*parking) park(*net.TCPConn, uint64, splice.Direction, bool) error {
+func (*parking) park(Stream, uint64, splice.Direction, bool) error {
 	return errors.ErrUnsupported
 }
 

@@ -94,21 +94,21 @@ func (c Config) Validate() error {
 }
 
 func (l Listener) validate() error {
-	if l.Listen == "" {
-		return errors.New("listen: no address")
+	if l.ListenFunc == nil {
+		if l.Listen == "" {
+			return errors.New("listen: no address")
+		}
+		if _, err := net.ResolveTCPAddr("tcp", l.Listen); err != nil {
+			return fmt.Errorf("listen: %w", err)
+		}
 	}
-	if _, err := net.ResolveTCPAddr("tcp", l.Listen); err != nil {
-		return fmt.Errorf("listen: %w", err)
+	if l.DialFunc == nil {
+		if err := l.validateUpstream(); err != nil {
+			return err
+		}
 	}
-	host, port, err := net.SplitHostPort(l.Upstream)
-	if err != nil {
-		return fmt.Errorf("upstream: %w", err)
-	}
-	if host == "" {
-		return fmt.Errorf("upstream %q: no host", l.Upstream)
-	}
-	if n, err := net.LookupPort("tcp", port); err != nil || n == 0 {
-		return fmt.Errorf("upstream %q: no such port", l.Upstream)
+	if l.BufferSize < 0 {
+		return fmt.Errorf("buffer size %d: negative", l.BufferSize)
 	}
 	switch l.Bypass {
 	case BypassAuto, BypassOn, BypassOff:
@@ -118,7 +118,7 @@ func (l Listener) validate() error {
 	if l.MaxConnections < 0 {
 		return fmt.Errorf("max_connections %d: negative", l.MaxConnections)
 	}
-	if l.DialTimeout <= 0 {
+	if l.DialTimeout <= 0 && l.DialFunc == nil {
 		return fmt.Errorf("dial_timeout %v: not positive", l.DialTimeout)
 	}
 	for _, t := range []struct {
@@ -134,6 +134,20 @@ func (l Listener) validate() error {
 	}
 	if k := l.KeepAlive; k.Idle > 0 && (k.Interval <= 0 || k.Count <= 0) {
 		return errors.New("keepalive: interval and count must be positive")
+	}
+	return nil
+}
+
+func (l Listener) validateUpstream() error {
+	host, port, err := net.SplitHostPort(l.Upstream)
+	if err != nil {
+		return fmt.Errorf("upstream: %w", err)
+	}
+	if host == "" {
+		return fmt.Errorf("upstream %q: no host", l.Upstream)
+	}
+	if n, err := net.LookupPort("tcp", port); err != nil || n == 0 {
+		return fmt.Errorf("upstream %q: no such port", l.Upstream)
 	}
 	return nil
 }
@@ -240,12 +254,13 @@ func openFiles() int64 {
 // own have them in common.
 type slots chan struct{}
 
-// Addrs returns the listening addresses, with real ports after Start.
+// Addrs returns the listening addresses, with real ports after Start; the
+// address of a listener that isn't TCP is invalid.
 func (s *Server) Addrs() []ListenAddr {
 	var a []ListenAddr
 	for _, l := range s.listeners {
 		if ln := l.ln.Load(); ln != nil {
-			a = append(a, ListenAddr{Name: l.cfg.Name, Addr: addrOf(ln.Addr())})
+			a = append(a, ListenAddr{Name: l.cfg.Name, Addr: addrOf((*ln).Addr())})
 		}
 	}
 	return a

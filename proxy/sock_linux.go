@@ -39,7 +39,12 @@ func control(c syscall.Conn, f func(fd int) error) error {
 	return err
 }
 
-func readTCPStats(c *net.TCPConn) (s tcpStats, ok bool) {
+// readTCPStats reads the kernel's view of c; not ok where c isn't TCP.
+func readTCPStats(leg Stream) (s tcpStats, ok bool) {
+	c := tcpOf(leg)
+	if c == nil {
+		return s, false
+	}
 	err := control(c, func(fd int) error {
 		i, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 		if err != nil {
@@ -56,7 +61,11 @@ func readTCPStats(c *net.TCPConn) (s tcpStats, ok bool) {
 }
 
 // unacked is how many bytes, a FIN included, the peer hasn't acknowledged.
-func unacked(c *net.TCPConn) (n int, ok bool) {
+func unacked(s Stream) (n int, ok bool) {
+	c := tcpOf(s)
+	if c == nil {
+		return 0, false
+	}
 	err := control(c, func(fd int) (err error) {
 		n, err = unix.IoctlGetInt(fd, unix.SIOCOUTQ)
 		return err
@@ -65,7 +74,11 @@ func unacked(c *net.TCPConn) (n int, ok bool) {
 }
 
 // takeError reads and clears the socket's pending error.
-func takeError(c *net.TCPConn) error {
+func takeError(s Stream) error {
+	c, ok := s.(syscall.Conn)
+	if !ok {
+		return nil
+	}
 	var e int
 	err := control(c, func(fd int) (err error) {
 		e, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR)

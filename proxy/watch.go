@@ -22,7 +22,7 @@ func (c *conn) armLocked() {
 	// The first look only takes the sample: movement since then counts.
 	c.lookLocked(time.Now())
 	wait := time.Until(c.lastMove.Add(limit))
-	if c.route != nil || !movesHaveTimes {
+	if c.needsCounts() {
 		// Counters don't say when they moved.
 		wait = min(wait, limit/8)
 	}
@@ -32,6 +32,11 @@ func (c *conn) armLocked() {
 	} else {
 		c.timer.Reset(wait)
 	}
+}
+
+// needsCounts says that TCP_INFO doesn't tell all movement.
+func (c *conn) needsCounts() bool {
+	return c.route != nil || !movesHaveTimes || tcpOf(c.legs[0].sock) == nil || tcpOf(c.legs[1].sock) == nil
 }
 
 // limitsLocked returns the timeouts that count now; zero: none.
@@ -73,7 +78,7 @@ func (c *conn) look() {
 	end := half > 0 && still >= half || idle > 0 && still >= idle
 	c.mu.Unlock()
 	if end {
-		c.kill(cause, true)
+		c.kill(cause, !c.l.cfg.QuietEnds)
 	}
 }
 
@@ -85,7 +90,7 @@ func (c *conn) lookLocked(now time.Time) {
 		if c.legs[i].dead {
 			continue
 		}
-		t, ok := readTCPStats(c.legs[i].tcp)
+		t, ok := readTCPStats(c.legs[i].sock)
 		if !ok {
 			continue
 		}
@@ -100,7 +105,7 @@ func (c *conn) lookLocked(now time.Time) {
 		}
 	}
 	s.other = 0
-	if c.route != nil || !movesHaveTimes {
+	if c.needsCounts() {
 		n := c.countsLocked()
 		for d := range n.copied {
 			// A queue that shrinks is a reader that reads.

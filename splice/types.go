@@ -51,6 +51,8 @@ const (
 	ReasonUpstreamStalled Reason = "upstream-stalled"
 	// ReasonUnix: an end is a UNIX socket.
 	ReasonUnix Reason = "unix"
+	// ReasonNotTCP: an end is something else than a TCP or UNIX socket.
+	ReasonNotTCP Reason = "not-tcp"
 	// ReasonError: a system call of the bypass itself gave an error; the log has it.
 	ReasonError Reason = "error"
 )
@@ -60,7 +62,7 @@ var Reasons = []Reason{
 	ReasonOff, ReasonUnsupported, ReasonFIONREAD, ReasonDownstreamNotLocal,
 	ReasonUpstreamNotLocal, ReasonMPTCP, ReasonULP, ReasonBusy,
 	ReasonTableFull, ReasonExpired, ReasonDownstreamStalled,
-	ReasonUpstreamStalled, ReasonUnix, ReasonError,
+	ReasonUpstreamStalled, ReasonUnix, ReasonNotTCP, ReasonError,
 }
 
 // DirectionStats counts one direction of a bypassed connection. All figures
