@@ -4,7 +4,6 @@ package proxy
 
 import (
 	"errors"
-	"net"
 
 	"shunt/splice"
 )

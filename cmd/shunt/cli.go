@@ -53,6 +53,8 @@ func commands() []*command {
 			help: "Starts an echo service, shunt in front of it and a client in processes of their own,\n" +
 				"and prints round trip and bulk rate for each path.",
 			run: demoCommand},
+		{name: socatName, args: "[options] ADDRESS ADDRESS", summary: "forward as socat does; the word may be left out",
+			run: socatCommand},
 		{name: "version", summary: "print the version",
 			help: "Prints the version of shunt, of Go, and the platform.",
 			run:  versionCommand},
@@ -91,6 +93,9 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	if c := lookup(name); c != nil {
 		return c.run(ctx, c, args[1:], s)
 	}
+	if looksLikeSocat(args) {
+		return socatCommand(ctx, nil, args, s)
+	}
 	return notACommand(args, s)
 }
 
@@ -125,6 +130,7 @@ func usage(w io.Writer) {
 			fmt.Fprintf(w, "  shunt %-8s %s\n", c.name, c.summary)
 		}
 	}
+	fmt.Fprint(w, "\nIn place of socat: shunt [options] ADDRESS ADDRESS ('shunt help socat' lists options and addresses).\n")
 	fmt.Fprint(w, "\nExit codes: 0 ok, 1 failure, 2 bad usage or configuration.\nRun 'shunt help COMMAND' for one command.\n")
 }
 
