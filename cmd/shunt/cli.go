@@ -54,7 +54,12 @@ func commands() []*command {
 				"and prints round trip and bulk rate for each path.",
 			run: demoCommand},
 		{name: socatName, args: "[options] ADDRESS ADDRESS", summary: "forward as socat does; the word may be left out",
+			help: "Connects the two addresses as socat does; -h lists options and addresses.",
 			run: socatCommand},
+		{name: "translate", args: "[options] ADDRESS ADDRESS", summary: "print the configuration file for a socat command line",
+			help: "Prints the configuration with which 'shunt run' does what socat does with these\n" +
+				"addresses. What has no equivalent there is listed in comments.",
+			run: translateCommand},
 		{name: "version", summary: "print the version",
 			help: "Prints the version of shunt, of Go, and the platform.",
 			run:  versionCommand},
@@ -106,7 +111,7 @@ func notACommand(args []string, s streams) int {
 		what = "option"
 	}
 	hint := ""
-	if near := nearest(args[0], visibleNames()); near != "" {
+	if near := nearest(args[0], append(visibleNames(), "--bypass", "--admin")); near != "" {
 		hint = fmt.Sprintf("; did you mean %q?", near)
 	}
 	fmt.Fprintf(s.err, "shunt: unknown %s %q%s\nRun 'shunt help' for the list of commands.\n", what, args[0], hint)
@@ -127,11 +132,11 @@ func usage(w io.Writer) {
 	fmt.Fprint(w, "shunt is a TCP proxy that takes itself out of the path of local connections.\n\nUsage:\n\n")
 	for _, c := range commands() {
 		if !c.hidden {
-			fmt.Fprintf(w, "  shunt %-8s %s\n", c.name, c.summary)
+			fmt.Fprintf(w, "  shunt %-9s %s\n", c.name, c.summary)
 		}
 	}
 	fmt.Fprint(w, "\nIn place of socat: shunt [options] ADDRESS ADDRESS ('shunt help socat' lists options and addresses).\n")
-	fmt.Fprint(w, "\nExit codes: 0 ok, 1 failure, 2 bad usage or configuration.\nRun 'shunt help COMMAND' for one command.\n")
+	fmt.Fprint(w, "\nExit codes: 0 ok, 1 failure, 2 bad usage or configuration; in place of socat, as socat: 0 or 1.\nRun 'shunt help COMMAND' for one command.\n")
 }
 
 func helpCommand(_ context.Context, c *command, args []string, s streams) int {

@@ -729,3 +729,16 @@ func isFacility(s string) bool {
 	}
 	return false
 }
+
+// splitBind splits bind's value into host and port, both of which may be missing.
+func splitBind(s string) (host, port string) {
+	if strings.HasPrefix(s, "[") {
+		host, rest, _ := strings.Cut(s[1:], "]")
+		return host, strings.TrimPrefix(rest, ":")
+	}
+	if strings.Count(s, ":") > 1 {
+		return s, ""
+	}
+	host, port, _ = strings.Cut(s, ":")
+	return host, port
+}

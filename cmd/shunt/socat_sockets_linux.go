@@ -281,19 +281,6 @@ func resolvePort(ctx context.Context, port string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// splitBind splits bind's value into host and port, both of which may be missing.
-func splitBind(s string) (host, port string) {
-	if strings.HasPrefix(s, "[") {
-		host, rest, _ := strings.Cut(s[1:], "]")
-		return host, strings.TrimPrefix(rest, ":")
-	}
-	if strings.Count(s, ":") > 1 {
-		return s, ""
-	}
-	host, port, _ = strings.Cut(s, ":")
-	return host, port
-}
-
 // unixName is how package net is told of a UNIX or abstract name.
 func unixName(k kinds, name string) string {
 	switch {

@@ -1,0 +1,192 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+
+	"shunt/proxy"
+)
+
+// translateCommand prints the configuration that does what a socat command line does.
+func translateCommand(_ context.Context, c *command, args []string, s streams) int {
+	if len(args) == 1 && (args[0] == "-h" || args[0] == "--help" || args[0] == "-help") {
+		c.printHelp(s.out, nil)
+		return exitOK
+	}
+	line, err := parseSocatLine(args)
+	if err == nil && (line.help || line.version) {
+		err = errors.New("nothing to translate")
+	}
+	var text string
+	if err == nil {
+		text, err = translate(line)
+	}
+	if err != nil {
+		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		return exitUsage
+	}
+	fmt.Fprint(s.out, text)
+	return exitOK
+}
+
+// translation collects what a command line means in TOML.
+type translation struct {
+	listener []string
+	missing  []string // what has no key
+}
+
+// translate returns a configuration file. What has no key there is listed in comments.
+func translate(l *socatLine) (string, error) {
+	down, up := l.left, l.right
+	if !down.listens() {
+		down, up = up, down
+	}
+	if down.typ.kind != tcpListen || up.typ.kind != tcpConnect {
+		return "", fmt.Errorf("%s and %s: a configuration file has TCP listeners and TCP upstreams only", l.left.keyword, l.right.keyword)
+	}
+	t := &translation{}
+	listen, err := listenAddress(l, down)
+	if err != nil {
+		return "", err
+	}
+	port, err := net.LookupPort("tcp", up.params[1])
+	if err != nil || port == 0 {
+		return "", fmt.Errorf("%s: no such port", up.params[1])
+	}
+	host := strings.Trim(up.params[0], "[]")
+	if host == "" {
+		host = "127.0.0.1"
+	}
+	t.set("listen", strconv.Quote(listen))
+	t.set("upstream", strconv.Quote(net.JoinHostPort(host, strconv.Itoa(port))))
+	if l.bypass != proxy.BypassAuto {
+		t.set("bypass", strconv.Quote(string(l.bypass)))
+	}
+	if n := down.number("max-children", 0); n > 0 {
+		t.set("max_connections", strconv.FormatInt(n, 10))
+	}
+	if d := up.seconds("connect-timeout"); d > 0 {
+		t.set("dial_timeout", strconv.Quote(d.String()))
+	}
+	if l.idle > 0 {
+		t.set("idle_timeout", strconv.Quote(l.idle.String()))
+	}
+	if l.closeWait >= 0 {
+		t.set("half_open_timeout", strconv.Quote(max(l.closeWait, time.Millisecond).String()))
+	}
+	t.keepAlive(down, up)
+	if !down.on("fork") {
+		t.missing = append(t.missing, "no fork: the configuration serves connections until it is stopped")
+	}
+	t.options(l.left)
+	t.options(l.right)
+	t.flags(l)
+
+	var b strings.Builder
+	for _, m := range t.missing {
+		fmt.Fprintf(&b, "# No equivalent here: %s.\n", m)
+	}
+	if len(t.missing) > 0 {
+		b.WriteByte('\n')
+	}
+	if l.level > 0 {
+		fmt.Fprintf(&b, "[log]\nlevel = %q\n\n", []string{"error", "warn", "info", "info", "debug"}[l.level])
+	}
+	if l.admin != "" {
+		fmt.Fprintf(&b, "[admin]\nlisten = %q\n\n", l.admin)
+	}
+	fmt.Fprintf(&b, "[[listener]]\n%s\n", strings.Join(t.listener, "\n"))
+	return b.String(), nil
+}
+
+func (t *translation) set(key, value string) {
+	t.listener = append(t.listener, key+" = "+value)
+}
+
+// listenAddress returns the listening address as the file writes it.
+func listenAddress(l *socatLine, a *address) (string, error) {
+	port, host := a.params[0], ""
+	if v := a.textOf("bind"); v != "" {
+		h, p := splitBind(v)
+		if host = h; p != "" {
+			port = p
+		}
+	}
+	n, err := net.LookupPort("tcp", port)
+	if err != nil {
+		return "", fmt.Errorf("%s: no such port", port)
+	}
+	family := a.family()
+	if family == "" {
+		family = l.family
+	}
+	switch {
+	case host == "" && (family == "6" || family == "0"):
+		host = "::"
+	case host == "":
+		host = "0.0.0.0"
+	}
+	if _, err := netip.ParseAddr(host); err != nil {
+		return "", fmt.Errorf("bind=%s: a configuration file wants an address, not a name", host)
+	}
+	return net.JoinHostPort(host, strconv.Itoa(n)), nil
+}
+
+// keepAlive translates the options of both legs, which the file doesn't tell apart.
+func (t *translation) keepAlive(down, up *address) {
+	k := proxy.DefaultListener().KeepAlive
+	idle, interval, count := int64(k.Idle/time.Second), int64(k.Interval/time.Second), int64(k.Count)
+	given, off := false, false
+	for _, a := range []*address{down, up} {
+		for _, name := range []string{"keepidle", "keepintvl", "keepcnt"} {
+			given = given || a.get(name) != nil
+		}
+		off = off || !a.onUnless("keepalive", true)
+		idle, interval, count = a.number("keepidle", idle), a.number("keepintvl", interval), a.number("keepcnt", count)
+	}
+	switch {
+	case off:
+		t.set("keepalive", `{ idle = "0s" }`)
+	case given:
+		t.set("keepalive", fmt.Sprintf(`{ idle = "%ds", interval = "%ds", count = %d }`, idle, interval, count))
+	}
+}
+
+// translated are the options that have a key, or are what shunt does anyway.
+var translated = map[string]bool{
+	"fork": true, "max-children": true, "reuseaddr": true, "connect-timeout": true, "pf": true,
+	"keepalive": true, "keepidle": true, "keepintvl": true, "keepcnt": true,
+	"shut-down": true, "end-close": true, "cool-write": true, "cloexec": true,
+}
+
+func (t *translation) options(a *address) {
+	for i := range a.options {
+		o := &a.options[i]
+		name := o.opt.names[0]
+		if translated[name] || name == "bind" && a.listens() || name == "nodelay" && o.num != 0 {
+			continue
+		}
+		t.missing = append(t.missing, fmt.Sprintf("option %s of %s", o.name, a.keyword))
+	}
+}
+
+func (t *translation) flags(l *socatLine) {
+	for _, f := range []struct {
+		set  bool
+		name string
+	}{
+		{l.text, "-v"}, {l.hex, "-x"}, {l.rawRight != "", "-r"}, {l.rawLeft != "", "-R"}, {l.buffer > 0, "-b"},
+		{l.onlyRight, "-u"}, {l.onlyLeft, "-U"}, {l.sloppy, "-s"}, {l.logFile != "", "-lf"}, {l.syslog, "-ly"},
+		{l.name != "", "-lp"}, {l.micros, "-lu"}, {l.hostname, "-lh"},
+	} {
+		if f.set {
+			t.missing = append(t.missing, "option "+f.name)
+		}
+	}
+}
