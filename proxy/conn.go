@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -256,7 +257,7 @@ func (c *conn) abandon() {
 	quiet := c.l.cfg.QuietEnds && !c.killed
 	c.mu.Unlock()
 	if quiet {
-		c.down().Close()
+		quietClose(c.down())
 	} else {
 		reset(c.down())
 	}
@@ -580,6 +581,15 @@ func (c *conn) kill(cause string, rst bool) {
 func reset(s Stream) {
 	if t, ok := s.(interface{ SetLinger(int) error }); ok {
 		t.SetLinger(0)
+	}
+	s.Close()
+}
+
+// quietClose closes s so that its peer sees an end. Unread bytes would make a reset of it.
+func quietClose(s Stream) {
+	if tcpOf(s) != nil && s.CloseWrite() == nil {
+		s.SetReadDeadline(time.Now().Add(quietRead))
+		io.CopyN(io.Discard, s, bufferSize)
 	}
 	s.Close()
 }

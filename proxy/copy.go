@@ -18,6 +18,8 @@ const (
 	// freshPeriod is the same for a connection that has just begun: most speak
 	// at once, and the others shouldn't cost two goroutines for long.
 	freshPeriod = 5 * time.Millisecond
+	// quietRead is how long a peer that is refused has for what it is just sending.
+	quietRead = 5 * time.Millisecond
 )
 
 // buffers are for bytes on their way; nothing waits with one in hand.

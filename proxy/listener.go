@@ -153,7 +153,11 @@ func (l *listener) accept() {
 			if l.cfg.Admit != nil {
 				if err := l.cfg.Admit(down); err != nil {
 					l.log.Debug().Err(err).Str("down", addrString(s.RemoteAddr())).Msg("connection not admitted")
-					s.Close()
+					if l.cfg.QuietEnds {
+						go quietClose(down)
+					} else {
+						reset(down)
+					}
 					<-l.slots
 					continue
 				}

@@ -55,7 +55,7 @@ func commands() []*command {
 			run: demoCommand},
 		{name: socatName, args: "[options] ADDRESS ADDRESS", summary: "forward as socat does; the word may be left out",
 			help: "Connects the two addresses as socat does; -h lists options and addresses.",
-			run: socatCommand},
+			run:  socatCommand},
 		{name: "translate", args: "[options] ADDRESS ADDRESS", summary: "print the configuration file for a socat command line",
 			help: "Prints the configuration with which 'shunt run' does what socat does with these\n" +
 				"addresses. What has no equivalent there is listed in comments.",

@@ -37,9 +37,12 @@ func programArgs(argv []string) []string {
 // looksLikeSocat says that a command line whose first word is no subcommand is socat's.
 func looksLikeSocat(args []string) bool {
 	word := args[0]
+	if word == "-" || strings.HasPrefix(word, "-,") {
+		return true
+	}
 	if strings.HasPrefix(word, "-") {
 		_, _, err := findFlag(word)
-		return word == "-" || strings.HasPrefix(word, "-,") || err == nil || !strings.HasPrefix(word, "--") && len(args) > 1
+		return err == nil || !strings.HasPrefix(word, "--") && len(args) > 1
 	}
 	if len(args) > 1 || strings.ContainsAny(word, ":,") {
 		return true

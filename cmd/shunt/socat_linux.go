@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/syslog"
 	"net"
 	"os"
@@ -31,15 +30,16 @@ type forwarding struct {
 	swapped  bool // the right address is downstream
 	fork     bool
 	dump     *dump
-	closers  []io.Closer
 
 	first     proxy.Stream // of the left address, where it was opened before the right one listens
 	listened  net.Listener // the downstream listener
 	said      atomic.Bool  // an error was logged that ends the run
 	accepting *time.Timer  // accept-timeout
 	end       chan int     // the exit code of a run that ends by itself
-	privilege sync.Mutex
-	dropped   map[dropKey]bool
+
+	mu      sync.Mutex
+	dropped map[dropKey]bool
+	ends    []func() error
 }
 
 // forward runs the command line until its connection has ended, or a signal.
@@ -47,8 +47,10 @@ func forward(ctx context.Context, line *socatLine, s streams) int {
 	log := newSocatLog(s.err, line.name)
 	f := &forwarding{line: line, log: log, down: line.left, up: line.right, end: make(chan int, 4), dropped: map[dropKey]bool{}}
 	defer func() {
-		for _, c := range f.closers {
-			c.Close()
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		for _, end := range f.ends {
+			end()
 		}
 	}()
 	if err := f.setUp(s); err != nil {
@@ -91,7 +93,7 @@ func (f *forwarding) setUp(s streams) error {
 			return err
 		}
 		log.w = w
-		f.closers = append(f.closers, w)
+		f.atEnd(w.Close)
 	}
 	if line.syslog {
 		if err := f.openSyslog(); err != nil {
@@ -111,9 +113,16 @@ func (f *forwarding) setUp(s streams) error {
 			return err
 		}
 		f.dump.raw[side] = w
-		f.closers = append(f.closers, w)
+		f.atEnd(w.Close)
 	}
 	return nil
+}
+
+// atEnd has end called when the run is over.
+func (f *forwarding) atEnd(end func() error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ends = append(f.ends, end)
 }
 
 func (f *forwarding) openSyslog() error {
@@ -131,7 +140,7 @@ func (f *forwarding) openSyslog() error {
 	if err != nil {
 		return err
 	}
-	f.closers = append(f.closers, w)
+	f.atEnd(w.Close)
 	f.log.send = func(severity byte, text string) {
 		put := map[byte]func(string) error{'F': w.Crit, 'E': w.Err, 'W': w.Warning, 'N': w.Notice, 'I': w.Info, 'D': w.Debug}[severity]
 		put(string(severity) + " " + text)
@@ -571,8 +580,8 @@ func (f *forwarding) dropEarly(a *address) error {
 
 // once says whether something that changes the process is still due.
 func (f *forwarding) once(key dropKey) bool {
-	f.privilege.Lock()
-	defer f.privilege.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.dropped[key] {
 		return false
 	}

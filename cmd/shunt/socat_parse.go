@@ -597,7 +597,7 @@ func findFlag(word string) (f *socatFlag, rest string, err error) {
 		}
 		return nil, "", fmt.Errorf("unknown option %q%s", word, hint)
 	}
-	if word[1] == '?' {
+	if strings.HasPrefix(word, "-?") {
 		word = strings.ReplaceAll(word, "?", "h")
 	}
 	for i := range socatFlags {

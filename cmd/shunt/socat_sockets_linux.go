@@ -402,16 +402,20 @@ func (f *forwarding) listenUnix(ctx context.Context, a *address) (net.Listener, 
 	if !named {
 		return ln, nil
 	}
-	ln.SetUnlinkOnClose(a.onUnless("unlink-close", true) && !a.on("unlink-late"))
-	if err := setFile(a, path); err != nil {
-		ln.SetUnlinkOnClose(true)
-		ln.Close()
-		return nil, err
-	}
-	if a.on("unlink-late") {
+	// The file stays until the end of the run, though the listening socket may be closed before.
+	ln.SetUnlinkOnClose(false)
+	if err = setFile(a, path); err == nil && a.on("unlink-late") {
 		err = os.Remove(path)
 	}
-	return ln, err
+	if err != nil {
+		ln.Close()
+		os.Remove(path)
+		return nil, err
+	}
+	if a.onUnless("unlink-close", true) && !a.on("unlink-late") {
+		f.atEnd(func() error { return os.Remove(path) })
+	}
+	return ln, nil
 }
 
 // setFile sets owner and mode of the socket's file.

@@ -201,7 +201,7 @@ var addressOptions = []addressOption{
 	{names: []string{"ignoreeof", "ignoreof"}, value: boolValue, on: anyKind, status: optSupported, why: "goes on after the end; files and terminals are read again every second"},
 	{names: []string{"shut-none"}, value: noValue, on: anyKind, status: optSupported, why: "isn't told when the other side has finished"},
 	{names: []string{"shut-down"}, value: noValue, on: anyKind, status: optSupported, why: "FIN when the other side has finished, as by default"},
-	{names: []string{"shut-close"}, value: noValue, on: anyKind, status: optSupported, why: "closed when the other side has finished"},
+	{names: []string{"shut-close"}, value: noValue, on: anyKind, status: optDifferent, why: "closed when the other side has finished, which ends the connection with status 0 instead of 1"},
 	{names: []string{"end-close", "close"}, value: noValue, on: anyKind, status: optSupported, why: "what shunt always does: it closes and shuts nothing down first"},
 	{names: []string{"cool-write", "coolwrite"}, value: boolValue, on: anyKind, status: optDifferent, why: "a peer that has left is never an error here"},
 	{names: []string{"cloexec"}, value: boolValue, on: anyKind, status: optDifferent, why: "only 1, which is the default"},
