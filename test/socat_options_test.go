@@ -1,0 +1,508 @@
+//go:build linux
+
+package test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	. "shunt/test/harness"
+)
+
+// socketsOf returns copies of the process's connected sockets, by whether their
+// local port is the given one: the accepted one and the dialled one.
+func socketsOf(t *testing.T, pid, port int) (accepted, dialled int) {
+	t.Helper()
+	accepted, dialled = -1, -1
+	pidfd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(pidfd)
+	names, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range names {
+		n, _ := strconv.Atoi(e.Name())
+		link, _ := os.Readlink(fmt.Sprintf("/proc/%d/fd/%d", pid, n))
+		if !strings.HasPrefix(link, "socket:") {
+			continue
+		}
+		fd, err := unix.PidfdGetfd(pidfd, n, 0)
+		if err != nil {
+			continue
+		}
+		t.Cleanup(func() { unix.Close(fd) })
+		local, err := unix.Getsockname(fd)
+		if _, perr := unix.Getpeername(fd); err != nil || perr != nil {
+			continue
+		}
+		switch sa := local.(type) {
+		case *unix.SockaddrInet4:
+			if sa.Port == port {
+				accepted = fd
+			} else {
+				dialled = fd
+			}
+		case *unix.SockaddrInet6:
+			if sa.Port == port {
+				accepted = fd
+			} else {
+				dialled = fd
+			}
+		}
+	}
+	return accepted, dialled
+}
+
+// TestSocatSocketOptions sets each option on both addresses, and reads it from
+// the connected sockets of both programs.
+func TestSocatSocketOptions(t *testing.T) {
+	socat, shunt := realSocat(t)
+	for _, o := range []struct {
+		option      string
+		level, name int
+		want        int // on both sockets
+		shuntOnly   bool
+		notAccepted bool // a listening socket's option doesn't reach accepted ones with socat
+	}{
+		{option: "nodelay", level: unix.IPPROTO_TCP, name: unix.TCP_NODELAY, want: 1},
+		{option: "nodelay=0", level: unix.IPPROTO_TCP, name: unix.TCP_NODELAY, want: 0},
+		{option: "keepalive", level: unix.SOL_SOCKET, name: unix.SO_KEEPALIVE, want: 1},
+		{option: "keepalive=0", level: unix.SOL_SOCKET, name: unix.SO_KEEPALIVE, want: 0},
+		{option: "keepalive,keepidle=77", level: unix.IPPROTO_TCP, name: unix.TCP_KEEPIDLE, want: 77},
+		{option: "keepalive,keepintvl=7", level: unix.IPPROTO_TCP, name: unix.TCP_KEEPINTVL, want: 7},
+		{option: "keepalive,tcp-keepcnt=4", level: unix.IPPROTO_TCP, name: unix.TCP_KEEPCNT, want: 4},
+		{option: "rcvbuf=20000", level: unix.SOL_SOCKET, name: unix.SO_RCVBUF, want: 40000},
+		{option: "so-sndbuf=20000", level: unix.SOL_SOCKET, name: unix.SO_SNDBUF, want: 40000},
+		{option: "rcvbuf-late=30000", level: unix.SOL_SOCKET, name: unix.SO_RCVBUF, want: 60000},
+		{option: "sndbuf-late=30000", level: unix.SOL_SOCKET, name: unix.SO_SNDBUF, want: 60000},
+		{option: "tos=16", level: unix.IPPROTO_IP, name: unix.IP_TOS, want: 16},
+		{option: "ttl=33", level: unix.IPPROTO_IP, name: unix.IP_TTL, want: 33},
+		{option: "priority=5", level: unix.SOL_SOCKET, name: unix.SO_PRIORITY, want: 5},
+		{option: "oobinline", level: unix.SOL_SOCKET, name: unix.SO_OOBINLINE, want: 1},
+		{option: "dontroute", level: unix.SOL_SOCKET, name: unix.SO_DONTROUTE, want: 1},
+		{option: "cork", level: unix.IPPROTO_TCP, name: unix.TCP_CORK, want: 1, notAccepted: true},
+		{option: "linger2=9", level: unix.IPPROTO_TCP, name: unix.TCP_LINGER2, want: 9},
+		{option: "syncnt=3", level: unix.IPPROTO_TCP, name: unix.TCP_SYNCNT, want: 3},
+		{option: "window-clamp=30000", level: unix.IPPROTO_TCP, name: unix.TCP_WINDOW_CLAMP, want: 30000, notAccepted: true},
+		{option: "reuseport", level: unix.SOL_SOCKET, name: unix.SO_REUSEPORT, want: 1},
+		{option: "ip-transparent", level: unix.IPPROTO_IP, name: unix.IP_TRANSPARENT, want: 1},
+		{option: "freebind", level: unix.IPPROTO_IP, name: unix.IP_FREEBIND, want: 1},
+		{option: "mtudiscover=1", level: unix.IPPROTO_IP, name: unix.IP_MTU_DISCOVER, want: 1},
+		{option: "mark=17", level: unix.SOL_SOCKET, name: unix.SO_MARK, want: 17, shuntOnly: true},
+		{option: "user-timeout=12345", level: unix.IPPROTO_TCP, name: unix.TCP_USER_TIMEOUT, want: 12345, shuntOnly: true},
+		{option: "setsockopt-int=6:18:4321", level: unix.IPPROTO_TCP, name: unix.TCP_USER_TIMEOUT, want: 4321},
+	} {
+		t.Run(o.option, func(t *testing.T) {
+			t.Parallel()
+			for _, bin := range []string{socat, shunt} {
+				if bin == socat && o.shuntOnly {
+					continue
+				}
+				flags := ""
+				if bin == shunt {
+					flags = "--bypass=off "
+				}
+				c := socatCase{line: flags + l4 + "," + o.option + " TCP:{tcp}," + o.option, client: "tcp:127.0.0.1:{port}", send: "x"}
+				c.look = func(t *testing.T, r *socatRun) string {
+					port, _ := strconv.Atoi(r.port)
+					accepted, dialled := socketsOf(t, r.proc.Pid(), port)
+					for what, fd := range map[string]int{"accepted": accepted, "dialled": dialled} {
+						got, err := unix.GetsockoptInt(fd, o.level, o.name)
+						if err != nil || got != o.want && !(bin == socat && what == "accepted" && o.notAccepted) {
+							t.Errorf("%s, %s socket: %d, %v; want %d\n%s", filepath.Base(bin), what, got, err, o.want, r.stderr.String())
+						}
+					}
+					return ""
+				}
+				if got := c.observe(t, bin); !strings.Contains(got, `client: "", EOF`) || !strings.Contains(got, "exit code 0") {
+					t.Errorf("%s: %s", filepath.Base(bin), got)
+				}
+			}
+		})
+	}
+}
+
+// TestSocatSocketOptionsByEffect looks at options that aren't a number of the socket.
+func TestSocatSocketOptionsByEffect(t *testing.T) {
+	socat, shunt := realSocat(t)
+	linger := func(fd int) string {
+		l, err := getLinger(fd)
+		return fmt.Sprint(l, err)
+	}
+	device := func(fd int) string {
+		s, err := unix.GetsockoptString(fd, unix.SOL_SOCKET, unix.SO_BINDTODEVICE)
+		return fmt.Sprint(s, err)
+	}
+	local := func(fd int) string {
+		sa, _ := unix.Getsockname(fd)
+		return fmt.Sprint(sa.(*unix.SockaddrInet4).Addr)
+	}
+	lowPort := func(fd int) string {
+		sa, _ := unix.Getsockname(fd)
+		return fmt.Sprint(sa.(*unix.SockaddrInet4).Port < 1024)
+	}
+	spare := Port(t, nil)
+	for _, o := range []struct {
+		left, right string
+		look        func(fd int) string
+		accepted    string // empty: not looked at
+		dialled     string
+	}{
+		{",linger=7", ",linger=7", linger, "{1 7} <nil>", "{1 7} <nil>"},
+		{",so-bindtodevice=lo", ",interface=lo", device, "lo<nil>", "lo<nil>"},
+		{"", ",bind=127.0.0.2", local, "[127 0 0 1]", "[127 0 0 2]"},
+		{"", ",bind=127.0.0.3:", local, "", "[127 0 0 3]"},
+		{"", ",lowport", lowPort, "", "true"},
+		{"", fmt.Sprintf(",sourceport=%d,reuseaddr", spare), func(fd int) string {
+			sa, _ := unix.Getsockname(fd)
+			return fmt.Sprint(sa.(*unix.SockaddrInet4).Port == spare)
+		}, "", "true"},
+		{"", fmt.Sprintf(",bind=127.0.0.1:%d,reuseaddr", spare+1), func(fd int) string {
+			sa, _ := unix.Getsockname(fd)
+			return fmt.Sprint(sa.(*unix.SockaddrInet4).Port == spare+1)
+		}, "", "true"},
+	} {
+		for _, bin := range []string{socat, shunt} {
+			c := socatCase{line: l4 + o.left + " TCP:{tcp}" + o.right, client: "tcp:127.0.0.1:{port}", send: "x"}
+			c.look = func(t *testing.T, r *socatRun) string {
+				port, _ := strconv.Atoi(r.port)
+				accepted, dialled := socketsOf(t, r.proc.Pid(), port)
+				if got := o.look(accepted); o.accepted != "" && got != o.accepted {
+					t.Errorf("%s %s: accepted socket: %s, want %s", filepath.Base(bin), c.line, got, o.accepted)
+				}
+				if got := o.look(dialled); got != o.dialled {
+					t.Errorf("%s %s: dialled socket: %s, want %s", filepath.Base(bin), c.line, got, o.dialled)
+				}
+				return ""
+			}
+			if got := c.observe(t, bin); !strings.Contains(got, "exit code 0") {
+				t.Errorf("%s %s: %s", filepath.Base(bin), c.line, got)
+			}
+			spare += 2 // the last one is in TIME_WAIT
+			break1 := bin == socat && (strings.Contains(o.right, "sourceport") || strings.Contains(o.right, ":"))
+			if break1 {
+				spare -= 2
+			}
+		}
+	}
+}
+
+func getLinger(fd int) (l [2]int32, err error) {
+	s, err := unix.GetsockoptString(fd, unix.SOL_SOCKET, unix.SO_LINGER)
+	b := []byte(s)
+	for i := range l {
+		for j := range 4 {
+			if k := 4*i + j; k < len(b) {
+				l[i] |= int32(b[k]) << (8 * j)
+			}
+		}
+	}
+	return l, err
+}
+
+// TestSocatDumps compares what -v, -x, -r and -R write.
+func TestSocatDumps(t *testing.T) {
+	socat, shunt := realSocat(t)
+	date := regexp.MustCompile(`\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d+`)
+	said := regexp.MustCompile(`(?m)^.* W bypass off: .*\n`)
+	for _, flags := range []string{"-v", "-x", "-v -x", "-r raw -R back", "-v -r raw"} {
+		var got [2]string
+		for i, bin := range []string{socat, shunt} {
+			var r *socatRun
+			c := socatCase{line: flags + " TCP:{tcp} -", stdin: "hello\nwor\tld\x01\r\n\\and a longer line to have several", look: nil}
+			c.pre = func(*testing.T, string) {}
+			obs, run := c.observeRun(t, bin)
+			r = run
+			err := date.ReplaceAllString(r.stderr.String(), "DATE")
+			if bin == shunt {
+				if !said.MatchString(err) {
+					t.Errorf("%s: shunt doesn't say that the bypass is off: %s", flags, err)
+				}
+				err = said.ReplaceAllString(err, "")
+			}
+			raw, _ := os.ReadFile(filepath.Join(r.dir, "raw"))
+			back, _ := os.ReadFile(filepath.Join(r.dir, "back"))
+			got[i] = fmt.Sprintf("%s\n%s\n%q %q", obs, err, raw, back)
+		}
+		if got[0] != got[1] {
+			t.Errorf("%s\nsocat: %s\nshunt: %s", flags, got[0], got[1])
+		}
+	}
+}
+
+// socatFork runs shunt's TCP-LISTEN with fork until the end of the test.
+func socatFork(t *testing.T, bin string, args ...string) *Process {
+	t.Helper()
+	return Run(t, nil, exec.Command(bin, args...))
+}
+
+func roundTrip(addr, network string) error {
+	c, err := net.Dial(network, addr)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(5 * time.Second))
+	if _, err := io.WriteString(c, "ping"); err != nil {
+		return err
+	}
+	b := make([]byte, 4)
+	if _, err := io.ReadFull(c, b); err != nil {
+		return err
+	}
+	if string(b) != "ping" {
+		return fmt.Errorf("got %q", b)
+	}
+	return nil
+}
+
+func TestSocatRetriesUntilTheServiceIsUp(t *testing.T) {
+	socat, shunt := realSocat(t)
+	for _, bin := range []string{socat, shunt} {
+		port := Port(t, nil)
+		addr := fmt.Sprintf("127.0.0.1:%d", port)
+		cmd := exec.Command(bin, "-t", "2", "TCP:"+addr+",forever,interval=0.1", "-")
+		cmd.Stdin = strings.NewReader("late but here")
+		var out bytes.Buffer
+		cmd.Stdout = &out
+		p, err := StartProcess(nil, cmd)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.End(time.Second)
+		if p.Wait(300*time.Millisecond) == nil {
+			t.Fatalf("%s gave up", bin)
+		}
+		startService(t, "tcp4", addr, "echo")
+		if code, err := p.ExitCode(5 * time.Second); err != nil || code != 0 || out.String() != "late but here" {
+			t.Errorf("%s: code %d, %v, %q", bin, code, err, out.String())
+		}
+	}
+}
+
+func TestSocatMaxChildrenWait(t *testing.T) {
+	socat, shunt := realSocat(t)
+	for _, bin := range []string{socat, shunt} {
+		svc := startService(t, "tcp4", "127.0.0.1:0", "echo")
+		addr := fmt.Sprintf("127.0.0.1:%d", Port(t, nil))
+		_, port, _ := net.SplitHostPort(addr)
+		p := socatFork(t, bin, "TCP-LISTEN:"+port+",bind=127.0.0.1,reuseaddr,fork,max-children=1", "TCP:"+svc.addr.String())
+		if err := WaitListening(nil, addr, p, 5*time.Second); err != nil {
+			t.Fatal(err)
+		}
+		first, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		io.WriteString(first, "x")
+		if _, err := io.ReadFull(first, make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan error, 1)
+		go func() { done <- roundTrip(addr, "tcp") }()
+		select {
+		case err := <-done:
+			t.Errorf("%s: a second connection was served beside the first: %v", bin, err)
+		case <-time.After(300 * time.Millisecond):
+		}
+		first.Close()
+		if err := <-done; err != nil {
+			t.Errorf("%s: %v", bin, err)
+		}
+	}
+}
+
+func TestSocatChangesTheUser(t *testing.T) {
+	socat, shunt := realSocat(t)
+	for _, c := range []struct{ option, user string }{
+		{"su=nobody", "65534"}, {"su-d=nobody", "65534"}, {"setuid=65534", "65534"}, {"su-e=nobody", "65534"},
+	} {
+		for _, bin := range []string{socat, shunt} {
+			run := socatCase{line: l4 + "," + c.option + " TCP:{tcp}", client: "tcp:127.0.0.1:{port}", send: "x"}
+			run.look = func(t *testing.T, r *socatRun) string {
+				b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", r.proc.Pid()))
+				if err != nil || !regexp.MustCompile(`Uid:\s+`+c.user+`\s+`+c.user).Match(b) {
+					t.Errorf("%s %s: not user %s: %v", filepath.Base(bin), c.option, c.user, err)
+				}
+				return ""
+			}
+			if got := run.observe(t, bin); !strings.Contains(got, "exit code 0") {
+				t.Errorf("%s %s: %s", filepath.Base(bin), c.option, got)
+			}
+		}
+	}
+}
+
+func TestSocatNetns(t *testing.T) {
+	_, shunt := realSocat(t)
+	ns := NewNetns(t)
+	svc := ServeOn(t, ns, "127.0.0.1:0", func(c *net.TCPConn) error { _, err := io.Copy(c, OnlyReader(c)); return err })
+	port := Port(t, nil)
+	addr := fmt.Sprintf("127.0.0.1:%d", port)
+	p := socatFork(t, shunt, fmt.Sprintf("TCP-LISTEN:%d,bind=127.0.0.1,fork", port), "TCP:"+svc.Addr+",netns="+ns.Name())
+	if err := WaitListening(nil, addr, p, 5*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		if err := roundTrip(addr, "tcp"); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestSocatVsock(t *testing.T) {
+	_, shunt := realSocat(t)
+	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM, 0)
+	if err == nil {
+		err = unix.Connect(fd, &unix.SockaddrVM{CID: unix.VMADDR_CID_LOCAL, Port: 1})
+		unix.Close(fd)
+	}
+	if !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Skipf("missing AF_VSOCK on this host (vsock_loopback): %v", err)
+	}
+	svc := startService(t, "tcp4", "127.0.0.1:0", "late")
+	port, tcp := Port(t, nil), Port(t, nil)
+	socatFork(t, shunt, fmt.Sprintf("VSOCK-LISTEN:%d,fork", port), "TCP:"+svc.addr.String())
+	p := socatFork(t, shunt, fmt.Sprintf("TCP-LISTEN:%d,bind=127.0.0.1,fork", tcp), fmt.Sprintf("VSOCK-CONNECT:1:%d,retry=20,interval=0.1", port))
+	addr := fmt.Sprintf("127.0.0.1:%d", tcp)
+	if err := WaitListening(nil, addr, p, 5*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	c := DialFrom(t, nil, addr)
+	io.WriteString(c, "ping")
+	c.CloseWrite()
+	if b, err := io.ReadAll(c); err != nil || string(b) != "late ping" {
+		t.Errorf("%q, %v", b, err)
+	}
+}
+
+// TestSocatNamedSocat installs shunt under socat's name.
+func TestSocatNamedSocat(t *testing.T) {
+	_, shunt := realSocat(t)
+	link := filepath.Join(t.TempDir(), "socat")
+	if err := os.Symlink(shunt, link); err != nil {
+		t.Fatal(err)
+	}
+	svc := startService(t, "tcp4", "127.0.0.1:0", "echo")
+	cmd := exec.Command(link, "-d", "-d", "-lu", "TCP:"+svc.addr.String(), "STDIO")
+	cmd.Stdin = strings.NewReader("ping")
+	var out, log bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &log
+	if err := cmd.Run(); err != nil || out.String() != "ping" {
+		t.Errorf("%v: %q", err, out.String())
+	}
+	if !regexp.MustCompile(`\.\d{6} socat\[\d+\] N `).MatchString(log.String()) {
+		t.Errorf("log: %s", log.String())
+	}
+}
+
+func TestSocatLogsWhereItIsTold(t *testing.T) {
+	_, shunt := realSocat(t)
+	file := filepath.Join(t.TempDir(), "log")
+	cmd := exec.Command(shunt, "-d", "-d", "-lf", file, "-lh", fmt.Sprintf("TCP:127.0.0.1:%d", Port(t, nil)), "-")
+	cmd.Env = append(os.Environ(), "HOSTNAME=thishost")
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	if err := cmd.Run(); err == nil || stderr.Len() > 0 {
+		t.Errorf("%v, stderr %q", err, stderr.String())
+	}
+	b, err := os.ReadFile(file)
+	if err != nil || !regexp.MustCompile(`thishost shunt\[\d+\] E connect\(.*Connection refused`).Match(b) {
+		t.Errorf("%v: %s", err, b)
+	}
+}
+
+// TestSocatTakesTheBypass reads the admin endpoint.
+func TestSocatTakesTheBypass(t *testing.T) {
+	_, shunt := realSocat(t)
+	NeedBypass(t)
+	svc := startService(t, "tcp4", "127.0.0.1:0", "echo")
+	for _, c := range []struct {
+		flags  []string
+		left   string
+		bypass bool
+	}{
+		{[]string{"--bypass=on"}, ",fork", true},
+		{[]string{"--bypass=off"}, ",fork", false},
+		{[]string{"--bypass", "on", "-v"}, ",fork", false},
+		{[]string{"--bypass=on", "-T", "0.5"}, ",fork", true},
+		{[]string{"--bypass=on"}, ",fork,su=nobody", false},
+	} {
+		port, admin := Port(t, nil), Port(t, nil)
+		args := append(c.flags, fmt.Sprintf("--admin=127.0.0.1:%d", admin), fmt.Sprintf("TCP-LISTEN:%d,bind=127.0.0.1%s", port, c.left), "TCP:"+svc.addr.String())
+		p := socatFork(t, shunt, args...)
+		addr := fmt.Sprintf("127.0.0.1:%d", port)
+		if err := WaitListening(nil, addr, p, 10*time.Second); err != nil {
+			t.Fatal(err)
+		}
+		conn := DialFrom(t, nil, addr)
+		// For longer than -T: bypassed bytes count.
+		for range 20 {
+			if _, err := io.WriteString(conn, "ping"); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := io.ReadFull(conn, make([]byte, 4)); err != nil {
+				t.Fatalf("%v: %v", args, err)
+			}
+			time.Sleep(40 * time.Millisecond)
+		}
+		m, err := adminMetrics(admin)
+		if err != nil {
+			t.Fatal(err)
+		}
+		bypass, copied := m.Sum("shunt_bytes_total", "path", "bypass"), m.Sum("shunt_bytes_total", "path", "copy")
+		if c.bypass != (bypass > 0) || bypass+copied != 160 {
+			t.Errorf("%v: %v bytes bypassed, %v copied", args, bypass, copied)
+		}
+		conn.Close()
+		p.Signal(syscall.SIGTERM)
+		if code, err := p.ExitCode(5 * time.Second); err != nil || code != 143 {
+			t.Errorf("%v: exit code %d, %v", args, code, err)
+		}
+	}
+}
+
+func TestSocatLetsConnectionsFinish(t *testing.T) {
+	_, shunt := realSocat(t)
+	svc := startService(t, "tcp4", "127.0.0.1:0", "echo")
+	port := Port(t, nil)
+	p := socatFork(t, shunt, fmt.Sprintf("TCP-LISTEN:%d,bind=127.0.0.1,fork", port), "TCP:"+svc.addr.String())
+	addr := fmt.Sprintf("127.0.0.1:%d", port)
+	if err := WaitListening(nil, addr, p, 10*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	c := DialFrom(t, nil, addr)
+	io.WriteString(c, "x")
+	if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	p.Signal(syscall.SIGTERM)
+	if p.Wait(200*time.Millisecond) == nil {
+		t.Fatal("ended with a live connection")
+	}
+	io.WriteString(c, "y")
+	if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	if code, err := p.ExitCode(5 * time.Second); err != nil || code != 143 {
+		t.Errorf("exit code %d, %v", code, err)
+	}
+}
