@@ -1007,3 +1007,35 @@ func TestAutoLimitDividesTheBudget(t *testing.T) {
 		t.Errorf("limit %d with nobody waiting", got)
 	}
 }
+
+func TestProbeSaysWhatItFound(t *testing.T) {
+	k := openKernel(t, nil) // the same checks; skips where there is no bypass
+	o := DefaultOptions()
+	r := Probe(o)
+	if !r.Possible || r.Reason != "" {
+		t.Fatalf("not possible: %s", r.Reason)
+	}
+	if r.Verdict != k.report.Verdict || r.QueueLimit != MaxQueueLimit || r.Budget < MaxQueueLimit || r.Kernel == "" {
+		t.Errorf("report %+v", r)
+	}
+	seen := map[string]bool{}
+	for _, c := range r.Checks {
+		if c.Name == "" || c.Detail == "" || seen[c.Name] {
+			t.Errorf("check %+v", c)
+		}
+		if c.Required && !c.OK {
+			t.Errorf("%s did not pass, and the bypass is possible", c.Name)
+		}
+		seen[c.Name] = true
+	}
+	for _, name := range []string{"pairing", "content and order", "MSG_PEEK and poll", "FIONREAD", "blocking recv",
+		"bounded queue", "end of stream", "kTLS refused", "verdict window", "verdict permanent"} {
+		if !seen[name] {
+			t.Errorf("no check %q", name)
+		}
+	}
+	o.Cgroup = t.TempDir()
+	if r := Probe(o); r.Possible || !strings.Contains(r.Reason, "cgroup2") {
+		t.Errorf("with a cgroup that is none: %v %q", r.Possible, r.Reason)
+	}
+}
