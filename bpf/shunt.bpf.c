@@ -661,10 +661,12 @@ pass:
 struct sight {
 	__u64 cookie;
 	__u64 addr;
-	__u32 queued; /* sk_rmem_alloc */
+	__u32 queued; /* sk_rmem_alloc: redirected bytes, and the memory of a FIN that has arrived */
 	__u32 left;   /* psock->apply_bytes */
 	__u32 state;  /* 0: the socket is gone */
 	__u32 member; /* in a sockmap, ours or another's */
+	__u32 empty;  /* no redirected bytes are waiting */
+	__u32 pad;
 	__u64 granted; /* of the sender's flow, at the same time as left; the iterator only */
 };
 
@@ -676,7 +678,9 @@ static __always_inline void look(struct sight *v, struct sock *sk)
 	v->state = BPF_CORE_READ(sk, __sk_common.skc_state);
 	v->left = 0;
 	v->member = 0;
+	v->empty = 1;
 	if (psock && BPF_CORE_READ(psock, sk) == sk) {
+		v->empty = BPF_CORE_READ(psock, ingress_msg.next) == &psock->ingress_msg;
 		v->left = BPF_CORE_READ(psock, apply_bytes);
 		v->member = 1;
 	}

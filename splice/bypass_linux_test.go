@@ -939,6 +939,29 @@ func TestReceiverThatCannotSeeRedirectedBytesIsSaid(t *testing.T) {
 	s.SetDeadline(time.Now())
 }
 
+// The memory of a FIN counts like redirected bytes.
+func TestReceiverThatThinksIsNotStalled(t *testing.T) {
+	k := openKernel(t, nil)
+	k.mu.Lock()
+	k.stallAfter = 10 * time.Millisecond
+	k.mu.Unlock()
+	l := newLoop(t, k)
+	send(t, l.client, "request")
+	l.client.CloseWrite()
+	l.passFIN(t, Up)
+	expect(t, l.service, "request")
+	if err := closedByPeer(l.service); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		k.findStalled()
+		nap(20 * time.Millisecond)
+	}
+	if k.isStalled(l.route.stallKey(Up)) {
+		t.Error("a service that took the request, and not yet the FIN, is said to be stalled")
+	}
+}
+
 type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(b []byte) (int, error) { return f(b) }

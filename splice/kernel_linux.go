@@ -614,7 +614,7 @@ func (k *Kernel) findStalled() {
 				}
 			}
 			s, in := seen[r.cookie[r.receiver(d)]]
-			if !in || uint64(s.Queued) < r.sentTo(d, seen) {
+			if !in || s.Empty != 0 || uint64(s.Queued) < r.sentTo(d, seen) {
 				r.taken[d] = true
 				k.unstall(r, d)
 				continue
