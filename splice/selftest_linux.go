@@ -144,7 +144,11 @@ func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	if !r.add("pairing", true, plain(err), "both ends of a loopback connection found by their sequence numbers") {
 		return false
 	}
-	defer l.close()
+	defer func() {
+		if l != nil {
+			l.close()
+		}
+	}()
 	if k.mode == bpf.ShuntModeMODE_PERMANENT {
 		if !r.add("verdict permanent", true, l.checkPermanent(k), "one verdict for the connection") {
 			return false
@@ -162,6 +166,8 @@ func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	}
 	ok = r.add("iterator", true, l.checkSurvey(k), "sees every socket on the bypass") && ok
 	ok = r.add("end of stream", true, l.checkEnd(), "after the last byte") && ok
+	l.close()
+	l = nil
 	if !ok {
 		return false
 	}
@@ -499,6 +505,8 @@ func (k *Kernel) refuseTLS(cgroup *os.File) (string, error) {
 
 // tryTLS returns what a client on the bypass gets when it asks for kTLS.
 func (k *Kernel) tryTLS() error {
+	// There may be no more than one slot.
+	k.reclaim()
 	l, err := k.newLoop()
 	if err != nil {
 		return fmt.Errorf("pair: %w", err)
