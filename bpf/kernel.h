@@ -63,6 +63,8 @@ struct tcp_sock {
 struct sk_psock {
 	struct sock *sk;
 	__u32 apply_bytes;
+	__u32 eval;
+	struct list_head ingress_msg;
 } kernel_type;
 
 /* What an sk_msg program's context really is. */

@@ -33,6 +33,8 @@ char LICENSE[] SEC("license") = "GPL";
 #define SOCK_SNDBUF_LOCK 1
 /* The flag of the 2023 series; kernels without it answer SK_DROP. */
 #define BPF_F_PERMANENT 2
+/* psock->eval while a redirect verdict goes on; after a pass, apply_bytes is the rest of a piece. */
+#define __SK_REDIRECT 2
 /* Low bits of sk_user_data are flags (SK_USER_DATA_NOCOPY, _BPF, _PSOCK). */
 #define SK_USER_DATA_PTRMASK (~7ULL)
 
@@ -62,7 +64,7 @@ struct end {
 	__u64 cookie;
 	__u64 addr;  /* of the tcp_sock; only ever read through after the cookie there was compared */
 	__u32 first; /* write_seq at birth */
-	__u32 left;  /* psock->apply_bytes when the socket left the map */
+	__u32 left;  /* of the last window, when the socket left the map */
 	__u32 gone;  /* closed by its owner, or reset */
 	__u32 pad;
 };
@@ -444,6 +446,12 @@ static __always_inline struct sk_psock *psock_of(struct sock *sk)
 	return (void *)((__u64)BPF_CORE_READ(sk, sk_user_data) & SK_USER_DATA_PTRMASK);
 }
 
+/* What is left of a window that was granted. */
+static __always_inline __u32 left_of(struct sk_psock *psock)
+{
+	return BPF_CORE_READ(psock, eval) == __SK_REDIRECT ? BPF_CORE_READ(psock, apply_bytes) : 0;
+}
+
 /* C or S leaves: what is left of its window must be known for the count to be exact. */
 static __always_inline void leaves(struct member *me)
 {
@@ -460,7 +468,7 @@ static __always_inline void leaves(struct member *me)
 	sk = (struct sock *)e->addr;
 	psock = psock_of(sk);
 	if (psock && BPF_CORE_READ(psock, sk) == sk)
-		e->left = BPF_CORE_READ(psock, apply_bytes);
+		e->left = left_of(psock);
 	__sync_fetch_and_add(&e->gone, 1);
 }
 
@@ -639,6 +647,8 @@ int on_send(struct sk_msg_md *m)
 		bpf_msg_apply_bytes(m, window);
 		f->granted += window;
 	} else {
+		/* Not the piece that an earlier verdict on this message asked for. */
+		bpf_msg_apply_bytes(m, 0);
 		f->granted += m->size;
 	}
 	f->direct = 1;
@@ -661,10 +671,12 @@ pass:
 struct sight {
 	__u64 cookie;
 	__u64 addr;
-	__u32 queued; /* sk_rmem_alloc */
-	__u32 left;   /* psock->apply_bytes */
+	__u32 queued; /* sk_rmem_alloc: redirected bytes, and the memory of a FIN that has arrived */
+	__u32 left;   /* of the window that was granted last */
 	__u32 state;  /* 0: the socket is gone */
 	__u32 member; /* in a sockmap, ours or another's */
+	__u32 empty;  /* no redirected bytes are waiting */
+	__u32 pad;
 	__u64 granted; /* of the sender's flow, at the same time as left; the iterator only */
 };
 
@@ -676,8 +688,10 @@ static __always_inline void look(struct sight *v, struct sock *sk)
 	v->state = BPF_CORE_READ(sk, __sk_common.skc_state);
 	v->left = 0;
 	v->member = 0;
+	v->empty = 1;
 	if (psock && BPF_CORE_READ(psock, sk) == sk) {
-		v->left = BPF_CORE_READ(psock, apply_bytes);
+		v->empty = BPF_CORE_READ(psock, ingress_msg.next) == &psock->ingress_msg;
+		v->left = left_of(psock);
 		v->member = 1;
 	}
 }

@@ -105,6 +105,8 @@ type ShuntSight struct {
 	Left    uint32
 	State   uint32
 	Member  uint32
+	Empty   uint32
+	Pad     uint32
 	Granted uint64
 }
 

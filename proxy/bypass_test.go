@@ -141,15 +141,6 @@ func TestBypassIsAskedInOrder(t *testing.T) {
 	}
 }
 
-func (r *rig) stateOf() (state, bool) {
-	for _, c := range r.conns() {
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		return c.state, true
-	}
-	return 0, false
-}
-
 func TestForcedEndsResetBypassedConnections(t *testing.T) {
 	r := newRig(t, &fakeBypass{})
 	client, service := r.pair()

@@ -720,7 +720,7 @@ func TestSendBufferIsSmallOnTheSlowPathOnly(t *testing.T) {
 }
 
 func TestSlotsAreUsedAgain(t *testing.T) {
-	k := openKernel(t, func(o *Options) { o.MaxSockets = 8 })
+	k := openKernel(t, func(o *Options) { o.MaxSockets = 4 })
 	full := 0
 	for i := range 60 {
 		var l *loop
@@ -744,7 +744,7 @@ func TestSlotsAreUsedAgain(t *testing.T) {
 		l.close()
 	}
 	if full == 0 {
-		t.Error("8 sockets never ran out")
+		t.Error("4 sockets never ran out")
 	}
 }
 
@@ -939,6 +939,29 @@ func TestReceiverThatCannotSeeRedirectedBytesIsSaid(t *testing.T) {
 	s.SetDeadline(time.Now())
 }
 
+// The memory of a FIN counts like redirected bytes.
+func TestReceiverThatThinksIsNotStalled(t *testing.T) {
+	k := openKernel(t, nil)
+	k.mu.Lock()
+	k.stallAfter = 10 * time.Millisecond
+	k.mu.Unlock()
+	l := newLoop(t, k)
+	send(t, l.client, "request")
+	l.client.CloseWrite()
+	l.passFIN(t, Up)
+	expect(t, l.service, "request")
+	if err := closedByPeer(l.service); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		k.findStalled()
+		nap(20 * time.Millisecond)
+	}
+	if k.isStalled(l.route.stallKey(Up)) {
+		t.Error("a service that took the request, and not yet the FIN, is said to be stalled")
+	}
+}
+
 type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
@@ -1005,5 +1028,37 @@ func TestAutoLimitDividesTheBudget(t *testing.T) {
 	k.surveyMu.Unlock()
 	if got := k.limitFor(1 << 30); got != MaxQueueLimit {
 		t.Errorf("limit %d with nobody waiting", got)
+	}
+}
+
+func TestProbeSaysWhatItFound(t *testing.T) {
+	k := openKernel(t, nil) // the same checks; skips where there is no bypass
+	o := DefaultOptions()
+	r := Probe(o)
+	if !r.Possible || r.Reason != "" {
+		t.Fatalf("not possible: %s", r.Reason)
+	}
+	if r.Verdict != k.report.Verdict || r.QueueLimit != MaxQueueLimit || r.Budget < MaxQueueLimit || r.Kernel == "" {
+		t.Errorf("report %+v", r)
+	}
+	seen := map[string]bool{}
+	for _, c := range r.Checks {
+		if c.Name == "" || c.Detail == "" || seen[c.Name] {
+			t.Errorf("check %+v", c)
+		}
+		if c.Required && !c.OK {
+			t.Errorf("%s did not pass, and the bypass is possible", c.Name)
+		}
+		seen[c.Name] = true
+	}
+	for _, name := range []string{"pairing", "content and order", "MSG_PEEK and poll", "FIONREAD", "blocking recv",
+		"bounded queue", "end of stream", "kTLS refused", "verdict window", "verdict permanent"} {
+		if !seen[name] {
+			t.Errorf("no check %q", name)
+		}
+	}
+	o.Cgroup = t.TempDir()
+	if r := Probe(o); r.Possible || !strings.Contains(r.Reason, "cgroup2") {
+		t.Errorf("with a cgroup that is none: %v %q", r.Possible, r.Reason)
 	}
 }

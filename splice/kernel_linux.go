@@ -71,6 +71,8 @@ type Kernel struct {
 	fresh   map[*Route]struct{} // not every receiver of these has taken bytes yet
 	stalled map[stallKey]time.Time
 
+	stallMu sync.Mutex // of findStalled
+
 	surveyMu sync.Mutex
 	surveyAt time.Time
 	seen     map[uint64]view
@@ -585,6 +587,8 @@ func (k *Kernel) limitFor(budget uint64) uint32 {
 // findStalled looks for receivers that never took their first redirected
 // bytes, though they were there for stallAfter.
 func (k *Kernel) findStalled() {
+	k.stallMu.Lock()
+	defer k.stallMu.Unlock()
 	k.mu.Lock()
 	if len(k.fresh) == 0 {
 		k.mu.Unlock()
@@ -614,7 +618,7 @@ func (k *Kernel) findStalled() {
 				}
 			}
 			s, in := seen[r.cookie[r.receiver(d)]]
-			if !in || uint64(s.Queued) < r.sentTo(d, seen) {
+			if !in || s.Empty != 0 || uint64(s.Queued) < r.sentTo(d, seen) {
 				r.taken[d] = true
 				k.unstall(r, d)
 				continue

@@ -34,7 +34,7 @@ type Route struct {
 	waits [2]atomic.Uint64
 	high  [2]atomic.Uint64 // bypassed bytes shown so far
 
-	// Of the watch goroutine alone.
+	// Of Kernel.findStalled alone.
 	taken  [2]bool
 	said   [2]bool
 	sentAt [2]time.Time

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"runtime"
 	"syscall"
 	"time"
 
@@ -143,7 +144,11 @@ func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	if !r.add("pairing", true, plain(err), "both ends of a loopback connection found by their sequence numbers") {
 		return false
 	}
-	defer l.close()
+	defer func() {
+		if l != nil {
+			l.close()
+		}
+	}()
 	if k.mode == bpf.ShuntModeMODE_PERMANENT {
 		if !r.add("verdict permanent", true, l.checkPermanent(k), "one verdict for the connection") {
 			return false
@@ -154,12 +159,15 @@ func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	err = l.both(l.checkFIONREAD)
 	r.FIONREAD = err == nil
 	r.add("FIONREAD", false, err, "counts redirected bytes")
+	r.add("blocking recv", false, l.checkBlockingRecv(), "goes on waiting when a signal was handled")
 	if k.mode != bpf.ShuntModeMODE_PERMANENT {
 		ok = r.add("bounded queue", true, l.both(func(d Direction) error { return l.checkBound(k, d) }),
 			"over the limit the sender is held back, and is direct again afterwards") && ok
 	}
 	ok = r.add("iterator", true, l.checkSurvey(k), "sees every socket on the bypass") && ok
 	ok = r.add("end of stream", true, l.checkEnd(), "after the last byte") && ok
+	l.close()
+	l = nil
 	if !ok {
 		return false
 	}
@@ -274,6 +282,57 @@ func (l *loop) checkFIONREAD(d Direction) error {
 		return fmt.Errorf("says %d with %d redirected bytes waiting: nginx, Java and .NET size their reads by it", n, 2*len(b))
 	}
 	return nil
+}
+
+// checkBlockingRecv interrupts a thread that waits in recv. The kernel's code
+// for sockmap members waits once, and makes EAGAIN of any wake-up without data.
+func (l *loop) checkBlockingRecv() error {
+	return withFD(l.client, func(fd int) error {
+		if err := unix.SetNonblock(fd, false); err != nil {
+			return err
+		}
+		defer unix.SetNonblock(fd, true)
+		bound := unix.NsecToTimeval(int64(selfTestTimeout))
+		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &bound); err != nil {
+			return err
+		}
+		defer unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{})
+		tid := make(chan int)
+		got := make(chan error, 1)
+		go func() {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			tid <- unix.Gettid()
+			n, _, err := unix.Recvfrom(fd, make([]byte, 1), 0)
+			if err == nil && n != 1 {
+				err = io.ErrUnexpectedEOF
+			}
+			got <- err
+		}()
+		who := <-tid
+		var err error
+		for range 10 {
+			nap(500 * time.Microsecond)
+			// The runtime's own preemption signal, handled with SA_RESTART.
+			unix.Tgkill(unix.Getpid(), who, unix.SIGURG)
+		}
+		select {
+		case err = <-got:
+			if errors.Is(err, unix.EAGAIN) {
+				err = errors.New("ends with EAGAIN when a signal is handled, or when another thread's blocked send on the socket goes on")
+			}
+		default:
+		}
+		if _, werr := l.service.Write([]byte{1}); werr != nil {
+			return werr
+		}
+		if err != nil {
+			// The byte is still there.
+			unix.Recvfrom(fd, make([]byte, 1), 0)
+			return err
+		}
+		return <-got
+	})
 }
 
 // checkBound lets a receiver fall behind.
@@ -446,6 +505,8 @@ func (k *Kernel) refuseTLS(cgroup *os.File) (string, error) {
 
 // tryTLS returns what a client on the bypass gets when it asks for kTLS.
 func (k *Kernel) tryTLS() error {
+	// There may be no more than one slot.
+	k.reclaim()
 	l, err := k.newLoop()
 	if err != nil {
 		return fmt.Errorf("pair: %w", err)

@@ -180,20 +180,38 @@ func WaitListening(ns *Netns, addr string, p *Process, limit time.Duration) erro
 			default:
 			}
 		}
-		ln, err := ns.Listen("tcp", addr)
-		if err == nil {
-			ln.Close()
-			return fmt.Errorf("nothing listens at %s", addr)
-		}
-		if errors.Is(err, syscall.EADDRINUSE) {
-			return nil
-		}
-		return err
+		return ns.Do(func() error { return listening(addr) })
 	})
 	if gone {
 		return fmt.Errorf("%s ended: %v\n%s", filepath.Base(p.Cmd.Path), p.err, tail(p.Output(), 4000))
 	}
 	return err
+}
+
+// listening looks for a listener on addr's port in this thread's namespace.
+func listening(addr string) error {
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return err
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil {
+		return err
+	}
+	for _, file := range []string{"tcp", "tcp6"} {
+		b, err := os.ReadFile("/proc/thread-self/net/" + file)
+		if err != nil && !os.IsNotExist(err) {
+			return err
+		}
+		for _, line := range strings.Split(string(b), "\n") {
+			// sl, local address:port, remote address:port, state (0A is LISTEN)
+			f := strings.Fields(line)
+			if len(f) > 3 && f[3] == "0A" && strings.HasSuffix(f[1], fmt.Sprintf(":%04X", n)) {
+				return nil
+			}
+		}
+	}
+	return fmt.Errorf("nothing listens at %s", addr)
 }
 
 // Status returns a field in kB of /proc/PID/status ("VmRSS", "VmHWM"), in bytes.

@@ -202,6 +202,12 @@ func goTest(ctx context.Context, s step, require []string) (tally, error) {
 	}
 	c, readErr := count(bufio.NewReaderSize(out, 1<<20))
 	err = errors.Join(cmd.Wait(), readErr)
+	// splice and bpf know nothing of SHUNT_TEST_REQUIRE: their word for it is a skip.
+	if s.privileged && slices.Contains(require, "bypass") && c.skipped > 0 {
+		c.failed += c.skipped
+		c.skipped = 0
+		err = errors.Join(err, errors.New("tests were skipped that this machine should be able to run"))
+	}
 	return c, err
 }
 
