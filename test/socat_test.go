@@ -42,17 +42,14 @@ type socatCase struct {
 
 // socatRun is one of the two programs running a case.
 type socatRun struct {
-	c       *socatCase
-	words   *strings.Replacer
-	dir     string
-	port    string
-	proc    *Process
-	stdout  lockedOutput
-	stderr  lockedOutput
-	service *streamService
+	c      *socatCase
+	words  *strings.Replacer
+	dir    string
+	port   string
+	proc   *Process
+	stdout bytes.Buffer // of a process that has ended
+	stderr bytes.Buffer
 }
-
-type lockedOutput struct{ bytes.Buffer }
 
 // streamService is a TCP or UNIX service inside of the test.
 type streamService struct {
@@ -112,6 +109,13 @@ const socatPatience = 6 * time.Second
 // observe runs the case with a program and returns what can be seen from outside.
 func (c *socatCase) observe(t *testing.T, bin string) string {
 	t.Helper()
+	seen, _ := c.observeRun(t, bin)
+	return seen
+}
+
+// observeRun is observe, with the run itself.
+func (c *socatCase) observeRun(t *testing.T, bin string) (string, *socatRun) {
+	t.Helper()
 	r := &socatRun{c: c}
 	r.dir = shortDir(t)
 	r.port = fmt.Sprint(Port(t, nil))
@@ -167,7 +171,7 @@ func (c *socatCase) observe(t *testing.T, bin string) string {
 		seen = append(seen, fmt.Sprintf("exit code %d", code))
 	}
 	seen = append(seen, fmt.Sprintf("stdout %q", r.stdout.String()))
-	return strings.Join(seen, "; ")
+	return strings.Join(seen, "; "), r
 }
 
 // shortDir is a folder whose name leaves room for a UNIX socket's.
@@ -431,10 +435,7 @@ func TestSocatMessages(t *testing.T) {
 			} {
 				line := strings.ReplaceAll(strings.ReplaceAll(level, "d2", "d -d"), "dd3", "d -d -d") + " -lpname " + l4 + " TCP:{tcp}"
 				c := socatCase{line: line, client: "tcp:127.0.0.1:{port}", send: "x"}
-				c.look = func(t *testing.T, r *socatRun) string { return "" }
-				var r *socatRun
-				c.look = func(_ *testing.T, run *socatRun) string { r = run; return "" }
-				c.observe(t, bin)
+				_, r := c.observeRun(t, bin)
 				out := r.stderr.String()
 				if len(want) == 0 && out != "" {
 					t.Errorf("%q: %s", level, out)
