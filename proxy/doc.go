@@ -13,6 +13,9 @@
 //	draining     copying, bypassed or half-closed while the server shuts down
 //	closed       both sockets are closed, the totals are final
 //
+// A leg is a Stream: TCP, or whatever else a ListenFunc and a DialFunc bring.
+// Two TCP legs may be bypassed, all others are copied.
+//
 // All transitions are in conn.go. The goroutine that ends the second direction
 // closes the connection.
 //

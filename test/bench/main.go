@@ -60,7 +60,7 @@ type options struct {
 // that it watches: the client is enrolled, and then the connection is copied.
 const unpaired = "unpaired"
 
-var allPaths = []string{"direct", "every", "window", "off", unpaired, "haproxy", "socat"}
+var allPaths = []string{"direct", "every", "window", "off", unpaired, "haproxy", "socat", "as-socat"}
 
 // results maps a workload's name and a path to its values, one per round.
 type results map[string]map[string][]float64
@@ -218,6 +218,9 @@ func targets(out *strings.Builder, r results) {
 		{nginx100, "window", "direct", false, 1.1},
 		{nginx100, "every", "direct", false, 1.1},
 		{idleMemory, "off", "haproxy", true, 1.0},
+		{pingpong64, "as-socat", "socat", true, 0.25},
+		{connections, "as-socat", "socat", false, 10},
+		{idleMemory, "as-socat", "socat", true, 0.05},
 	} {
 		v, ok1 := r.median(t.workload, t.path)
 		base, ok2 := r.median(t.workload, t.base)

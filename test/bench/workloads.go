@@ -33,6 +33,7 @@ const (
 	redisGet         = "redis-benchmark GET, 20 clients"
 	nginx100         = "nginx 100 B to wrk, 16 connections"
 	idleMemory       = "memory per idle connection"
+	connections      = "connect, 1 B there and back, close"
 )
 
 // A workload is one row: a service, and a client that measures through a front.
@@ -221,9 +222,9 @@ http {
 				v, err := number1(requests, out)
 				return v, out, err
 			}},
-		&workload{name: "connect, 1 B there and back, close", unit: "conn/s", serve: serveEcho, run: connect},
+		&workload{name: connections, unit: "conn/s", serve: serveEcho, run: connect},
 		&workload{name: idleMemory, unit: "KiB", serve: serveEcho, run: idle,
-			paths: []string{"every", "window", "off", "haproxy", "socat"}},
+			paths: []string{"every", "window", "off", "haproxy", "socat", "as-socat"}},
 	)
 	return list
 }
@@ -305,7 +306,7 @@ func connect(b *bench, c client) (float64, string, error) {
 
 // idle is the memory of the front's processes for each of many connections that do nothing.
 func idle(_ *bench, c client) (float64, string, error) {
-	const conns = 1000
+	const conns = 2000
 	before, err := memory(c.front.Pid())
 	if err != nil {
 		return 0, "", err
@@ -479,7 +480,15 @@ func (b *bench) one(ctx context.Context, w *workload, path string, clientNS, ser
 			return 0, "", err
 		}
 		c.front = proc
-		return w.run(b, c)
+		value, raw, err := w.run(b, c)
+		if err != nil || p != harness.AsSocat {
+			return value, raw, err
+		}
+		m, err := harness.Scrape(harness.AdminSocket(dir))
+		if err == nil && m.Sum("shunt_bytes_total", "path", "bypass") == 0 {
+			err = fmt.Errorf("nothing was bypassed, declined %v", m.Declined())
+		}
+		return value, raw, err
 	}
 	cfg := harness.Configure(p, listen, upstream)
 	cfg.Log = map[string]string{"level": `"warn"`}

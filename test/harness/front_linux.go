@@ -97,16 +97,27 @@ func Open(t testing.TB, p Path, upstream string, opts ...Option) *Front {
 	return f
 }
 
-// StartPeer starts socat or haproxy in shunt's place, with nothing but the plain configuration.
+// AdminSocket is where the shunt that [StartPeer] starts for AsSocat in dir serves its metrics.
+func AdminSocket(dir string) string { return filepath.Join(dir, "admin.sock") }
+
+// StartPeer starts socat or haproxy in shunt's place, with nothing but the plain configuration, or shunt with socat's.
 func StartPeer(p Path, dir, listen, upstream string, ns *Netns) (*Process, error) {
 	var cmd *exec.Cmd
 	switch p {
-	case Socat:
+	case Socat, AsSocat:
 		host, port, err := net.SplitHostPort(listen)
 		if err != nil {
 			return nil, err
 		}
-		cmd = exec.Command("socat", fmt.Sprintf("TCP-LISTEN:%s,bind=%s,fork,reuseaddr,backlog=1024,nodelay", port, host), "TCP:"+upstream+",nodelay")
+		line := []string{fmt.Sprintf("TCP-LISTEN:%s,bind=%s,fork,reuseaddr,backlog=1024,nodelay", port, host), "TCP:" + upstream + ",nodelay"}
+		bin := "socat"
+		if p == AsSocat {
+			if bin, err = Build(); err != nil {
+				return nil, err
+			}
+			line = append([]string{"--admin=unix:" + AdminSocket(dir)}, line...)
+		}
+		cmd = exec.Command(bin, line...)
 	case HAProxy:
 		file := filepath.Join(dir, "haproxy.cfg")
 		if err := os.WriteFile(file, fmt.Appendf(nil, `global

@@ -22,6 +22,8 @@ const (
 	// to break some of the rules, and show that the tests can fail.
 	Socat   Path = "socat"
 	HAProxy Path = "haproxy"
+	// AsSocat is shunt with socat's command line.
+	AsSocat Path = "as-socat"
 )
 
 // Shunt says whether the path goes through shunt.

@@ -106,13 +106,7 @@ func NewShunt(dir string, cfg Config, l Launch) (*Shunt, error) {
 		return nil, err
 	}
 	s := &Shunt{Process: p, Config: cfg, Netns: l.Netns}
-	s.admin = &http.Client{Timeout: 10 * time.Second, Transport: &http.Transport{
-		// No idle connections: they would count as leaks.
-		DisableKeepAlives: true,
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return (&net.Dialer{}).DialContext(ctx, "unix", sock)
-		},
-	}}
+	s.admin = adminClient(sock)
 	gone := false
 	err = Poll(20*time.Second, func() error {
 		select {
@@ -140,6 +134,17 @@ func NewShunt(dir string, cfg Config, l Launch) (*Shunt, error) {
 	return s, nil
 }
 
+// adminClient asks the admin endpoint at a UNIX socket.
+func adminClient(sock string) *http.Client {
+	return &http.Client{Timeout: 10 * time.Second, Transport: &http.Transport{
+		// No idle connections: they would count as leaks.
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "unix", sock)
+		},
+	}}
+}
+
 // warm notes what shunt holds before the first connection.
 func (s *Shunt) warm() (err error) {
 	// The first scrapes start what the HTTP server keeps.
@@ -161,6 +166,11 @@ func (s *Shunt) Get(path string) (code int, body string, err error) {
 	defer resp.Body.Close()
 	b, err := io.ReadAll(resp.Body)
 	return resp.StatusCode, string(b), err
+}
+
+// Scrape reads the metrics of a shunt whose admin endpoint is at a UNIX socket.
+func Scrape(sock string) (Metrics, error) {
+	return (&Shunt{admin: adminClient(sock)}).Metrics()
 }
 
 // Metrics scrapes shunt.
