@@ -355,6 +355,57 @@ func TestSocatNetns(t *testing.T) {
 	}
 }
 
+// TestSocatNetnsListens listens inside of a namespace.
+func TestSocatNetnsListens(t *testing.T) {
+	_, shunt := realSocat(t)
+	ns := NewNetns(t)
+	svc := startService(t, "tcp4", "127.0.0.1:0", "echo")
+	port := Port(t, ns)
+	addr := fmt.Sprintf("127.0.0.1:%d", port)
+	p := socatFork(t, shunt, fmt.Sprintf("TCP-LISTEN:%d,bind=127.0.0.1,fork,netns=%s", port, ns.Name), "TCP:"+svc.addr.String())
+	if err := WaitListening(ns, addr, p, 5*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	c := DialFrom(t, ns, addr)
+	io.WriteString(c, "ping")
+	c.CloseWrite()
+	if b, err := io.ReadAll(c); err != nil || string(b) != "ping" {
+		t.Errorf("%q, %v", b, err)
+	}
+}
+
+// TestSocatKeepsEveryByte sends more than any buffer holds through what isn't TCP on both sides.
+func TestSocatKeepsEveryByte(t *testing.T) {
+	socat, shunt := realSocat(t)
+	want := Payload(7, 8<<20)
+	for _, bin := range []string{socat, shunt} {
+		for _, line := range []string{"-t 5 - TCP:{tcp}", "-t 5 - UNIX:{unix}", "-t 5 -b 100000 - TCP:{tcp}", "-t 5 -r {dir}/raw - TCP:{tcp}"} {
+			c := socatCase{line: line, stdin: string(want)}
+			_, r := c.observeRun(t, bin)
+			if !bytes.Equal(r.stdout.Bytes(), want) {
+				t.Errorf("%s %s: %d bytes of %d, or not the same", filepath.Base(bin), line, r.stdout.Len(), len(want))
+			}
+		}
+		dir := shortDir(t)
+		svc := startService(t, "tcp4", "127.0.0.1:0", "echo")
+		p := socatFork(t, bin, "-t", "5", "UNIX-LISTEN:"+dir+"/l,fork", "TCP:"+svc.addr.String())
+		var c net.Conn
+		Until(t, 5*time.Second, "the UNIX socket", func() (err error) {
+			c, err = net.Dial("unix", dir+"/l")
+			return err
+		})
+		go func() {
+			c.Write(want)
+			c.(*net.UnixConn).CloseWrite()
+		}()
+		c.SetDeadline(time.Now().Add(10 * time.Second))
+		if b, err := io.ReadAll(c); err != nil || !bytes.Equal(b, want) {
+			t.Errorf("%s: UNIX to TCP: %d bytes, %v", filepath.Base(bin), len(b), err)
+		}
+		p.End(time.Second)
+	}
+}
+
 func TestSocatVsock(t *testing.T) {
 	_, shunt := realSocat(t)
 	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, 0)

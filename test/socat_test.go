@@ -125,11 +125,14 @@ func (c *socatCase) observeRun(t *testing.T, bin string) (string, *socatRun) {
 		{"{tcp}", "tcp4", "127.0.0.1:0"}, {"{tcp6}", "tcp6", "[::1]:0"},
 		{"{unix}", "unix", r.dir + "/service"}, {"{abs}", "unix", "@shunt-test-" + r.port},
 	} {
-		if !strings.Contains(c.line, s.word) {
+		if !strings.Contains(c.line, s.word) && !(s.word == "{tcp}" && strings.Contains(c.line, "{tcpport}")) {
 			continue
 		}
 		svc := startService(t, s.network, s.addr, c.service)
 		pairs = append(pairs, s.word, strings.TrimPrefix(svc.addr.String(), "@"))
+		if a, ok := svc.addr.(*net.TCPAddr); ok {
+			pairs = append(pairs, "{tcpport}", fmt.Sprint(a.Port))
+		}
 	}
 	r.words = strings.NewReplacer(pairs...)
 	if c.pre != nil {
@@ -170,7 +173,14 @@ func (c *socatCase) observeRun(t *testing.T, bin string) (string, *socatRun) {
 	} else {
 		seen = append(seen, fmt.Sprintf("exit code %d", code))
 	}
-	seen = append(seen, fmt.Sprintf("stdout %q", r.stdout.String()))
+	var left []string
+	entries, _ := os.ReadDir(r.dir)
+	for _, e := range entries {
+		if e.Name() != "service" {
+			left = append(left, e.Name())
+		}
+	}
+	seen = append(seen, fmt.Sprintf("stdout %q", r.stdout.String()), fmt.Sprintf("files left %q", left))
 	return strings.Join(seen, "; "), r
 }
 
@@ -273,7 +283,11 @@ var socatCases = []socatCase{
 	{line: "-T0.4 " + l4 + " TCP:{tcp}", client: "tcp:127.0.0.1:{port}", keep: true, service: "sink"},
 	{line: "-b 3 " + l4 + " TCP:{tcp}", client: "tcp:127.0.0.1:{port}", send: "a longer message"},
 
+	{line: "TCP-LISTEN:{port},bind=localhost,reuseaddr TCP:localhost:{tcpport},connect-timeout=2.5", client: "tcp:127.0.0.1:{port}", send: "ping"},
+
 	// Refused, unreachable, retried.
+	{line: "TCP-LISTEN:{tcpport},bind=127.0.0.1 -"},
+	{line: "TCP-LISTEN:{tcpport},bind=127.0.0.1,retry=1,interval=0.1 -", differs: "exit code 1"}, // 255
 	{line: l4 + " TCP:127.0.0.1:{dead}", client: "tcp:127.0.0.1:{port}", send: "ping", keep: true},
 	{line: l4 + " TCP:127.0.0.1:{dead},retry=1,interval=0.1", client: "tcp:127.0.0.1:{port}", keep: true},
 	{line: "TCP:127.0.0.1:{dead} -"},
@@ -314,6 +328,8 @@ var socatCases = []socatCase{
 	{line: "UNIX-LISTEN:{dir}/l,umask=077,group=daemon TCP:{tcp}", client: "unix:{dir}/l", send: "ping", look: modeOf("l")},
 	{line: "UNIX-LISTEN:{dir}/l -", pre: makeFile},
 	{line: "UNIX-LISTEN:{dir}/l,unlink-early TCP:{tcp}", client: "unix:{dir}/l", send: "ping", pre: makeSocket},
+	{line: "UNIX-LISTEN:{dir}/l,unlink-close=0 TCP:{tcp}", client: "unix:{dir}/l", send: "ping"},
+	{line: "UNIX-LISTEN:{dir}/l,fork,unlink-close=0 TCP:{tcp}", client: "unix:{dir}/l", send: "ping", stop: true},
 	{line: "UNIX-LISTEN:'{dir}/a,b' TCP:{tcp}", client: "unix:{dir}/a,b", send: "ping"},
 	{line: "UNIX-LISTEN:{dir}/a\\,b TCP:{tcp}", client: "unix:{dir}/a,b", send: "ping"},
 	{line: "UNIX-LISTEN:\"{dir}/a,b\" TCP:{tcp}", client: "unix:{dir}/a,b", send: "ping"},

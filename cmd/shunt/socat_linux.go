@@ -64,7 +64,11 @@ func forward(ctx context.Context, line *socatLine, s streams) int {
 
 	// Before anything is open: a signal meanwhile must not leave files behind.
 	signals := make(chan os.Signal, 4)
-	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP)
+	for _, sig := range []os.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP} {
+		if !signal.Ignored(sig) { // by nohup, or by a shell that runs it in the background
+			signal.Notify(signals, sig)
+		}
+	}
 	defer signal.Stop(signals)
 
 	code, err := f.serve(ctx, signals)
@@ -165,8 +169,10 @@ func (f *forwarding) noBypass() string {
 		return "the process gives its privileges up"
 	case f.down.textOf("netns") != "":
 		return "the listening address is in another network namespace"
-	case f.down.typ.kind != tcpListen || f.up.typ.kind&anyTCP == 0:
+	case f.down.typ.kind != tcpListen || f.up.typ.kind != tcpConnect:
 		return "only a TCP listener and a TCP connection can be bypassed"
+	case f.swapped:
+		return "the first address is connected before the second has a client"
 	}
 	return ""
 }
