@@ -365,7 +365,7 @@ func (f *forwarding) open(ctx context.Context, a *address, control proxy.Control
 		s, err = f.acceptOne(ctx, a)
 	default:
 		s, err = f.connect(ctx, a, control)
-		if err == nil {
+		if err == nil && f.log.shows('N') {
 			f.log.printf('N', "successfully connected from local address %s", addrText(s.LocalAddr()))
 		}
 	}
@@ -488,8 +488,10 @@ func (f *forwarding) onAccepted(conn uint64, down proxy.Stream) {
 	if f.listened == nil {
 		return
 	}
-	f.log.printf('N', "accepting connection from %s on %s", addrText(down.RemoteAddr()), addrText(down.LocalAddr()))
-	f.log.printf('I', "permitting connection from %s", addrText(down.RemoteAddr()))
+	if f.log.shows('N') { // the texts cost more than the rest of it
+		f.log.printf('N', "accepting connection from %s on %s", addrText(down.RemoteAddr()), addrText(down.LocalAddr()))
+		f.log.printf('I', "permitting connection from %s", addrText(down.RemoteAddr()))
+	}
 	if f.accepting != nil {
 		f.accepting.Stop()
 		if f.fork {
@@ -499,6 +501,9 @@ func (f *forwarding) onAccepted(conn uint64, down proxy.Stream) {
 }
 
 func (f *forwarding) onStarted(conn uint64, down, up proxy.Stream, reason splice.Reason) {
+	if !f.log.shows('N') {
+		return
+	}
 	left, right := down, up
 	if f.swapped {
 		left, right = up, down

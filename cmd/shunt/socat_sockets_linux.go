@@ -571,7 +571,9 @@ func (f *forwarding) connectTCP(ctx context.Context, a *address, control proxy.C
 	var last error
 	for _, ip := range ips {
 		to := netip.AddrPortFrom(ip, port)
-		f.log.printf('N', "opening connection to %s", addrPortText(to))
+		if f.log.shows('N') {
+			f.log.printf('N', "opening connection to %s", addrPortText(to))
+		}
 		locals, err := f.locals(ctx, a, ip)
 		if err != nil {
 			return nil, err
