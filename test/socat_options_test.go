@@ -374,6 +374,74 @@ func TestSocatNetnsListens(t *testing.T) {
 	}
 }
 
+// TestSocatListensOnBothSides joins two clients.
+func TestSocatListensOnBothSides(t *testing.T) {
+	socat, shunt := realSocat(t)
+	for _, bin := range []string{socat, shunt} {
+		dir, port := shortDir(t), Port(t, nil)
+		p := socatFork(t, bin, "-t", "2", fmt.Sprintf("TCP-LISTEN:%d,bind=127.0.0.1,reuseaddr", port), "UNIX-LISTEN:"+dir+"/l")
+		addr := fmt.Sprintf("127.0.0.1:%d", port)
+		if err := WaitListening(nil, addr, p, 5*time.Second); err != nil {
+			t.Fatal(err)
+		}
+		left := DialFrom(t, nil, addr)
+		var right net.Conn
+		Until(t, 5*time.Second, "the second address", func() (err error) {
+			right, err = net.Dial("unix", dir+"/l")
+			return err
+		})
+		right.SetDeadline(time.Now().Add(5 * time.Second))
+		io.WriteString(left, "to the right")
+		left.CloseWrite()
+		if b, err := io.ReadAll(right); err != nil || string(b) != "to the right" {
+			t.Errorf("%s: %q, %v", bin, b, err)
+		}
+		io.WriteString(right, "to the left")
+		right.Close()
+		if b, err := io.ReadAll(left); err != nil || string(b) != "to the left" {
+			t.Errorf("%s: %q, %v", bin, b, err)
+		}
+		if code, err := p.ExitCode(5 * time.Second); err != nil || code != 0 {
+			t.Errorf("%s: exit code %d, %v", bin, code, err)
+		}
+	}
+}
+
+// TestSocatFD passes a pipe and a socket by number.
+func TestSocatFD(t *testing.T) {
+	socat, shunt := realSocat(t)
+	for _, bin := range []string{socat, shunt} {
+		for _, spec := range []string{"FD:3", "3"} {
+			svc := startService(t, "tcp4", "127.0.0.1:0", "late")
+			pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			theirs, ours := os.NewFile(uintptr(pair[0]), "theirs"), os.NewFile(uintptr(pair[1]), "ours")
+			defer ours.Close()
+			cmd := exec.Command(bin, "-t", "2", "-u", spec, "TCP:"+svc.addr.String())
+			if spec == "FD:3" {
+				cmd = exec.Command(bin, "-t", "2", spec, "TCP:"+svc.addr.String())
+			}
+			cmd.ExtraFiles = []*os.File{theirs}
+			p := Run(t, nil, cmd)
+			theirs.Close()
+			io.WriteString(ours, "ping")
+			unix.Shutdown(pair[1], unix.SHUT_WR)
+			want := "late ping"
+			if spec != "FD:3" {
+				want = ""
+			}
+			if b, err := io.ReadAll(ours); err != nil || string(b) != want {
+				t.Errorf("%s %s: %q, %v", bin, spec, b, err)
+			}
+			if code, err := p.ExitCode(5 * time.Second); err != nil || code != 0 {
+				t.Errorf("%s %s: exit code %d, %v: %s", bin, spec, code, err, p.Output())
+			}
+		}
+	}
+}
+
 // TestSocatKeepsEveryByte sends more than any buffer holds through what isn't TCP on both sides.
 func TestSocatKeepsEveryByte(t *testing.T) {
 	socat, shunt := realSocat(t)

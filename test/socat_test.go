@@ -358,6 +358,10 @@ var socatCases = []socatCase{
 	{line: "-t 0.3 TCP:{tcp} UNIX:{unix}", service: "greet"},
 	{line: "-u TCP:{tcp} TCP:127.0.0.1:{dead}", service: "greet"},
 
+	{line: l4 + ",so-bindtodevice=no-such-dev TCP:{tcp}"},
+	{line: "TCP:{tcp},so-bindtodevice=no-such-dev -"},
+	{line: "-s " + l4 + ",so-bindtodevice=no-such-dev TCP:{tcp}", client: "tcp:127.0.0.1:{port}", send: "ping"},
+
 	// Wrong command lines.
 	{line: "FOO:1 -"},
 	{line: "TCP:h -"},

@@ -135,7 +135,8 @@ func usage(w io.Writer) {
 			fmt.Fprintf(w, "  shunt %-9s %s\n", c.name, c.summary)
 		}
 	}
-	fmt.Fprint(w, "\nIn place of socat: shunt [options] ADDRESS ADDRESS ('shunt help socat' lists options and addresses).\n")
+	fmt.Fprint(w, "\nIn place of socat: shunt [options] ADDRESS ADDRESS ('shunt help socat' lists options and addresses).\n"+
+		"Without -t a half-closed connection lives until its other side has finished, or nothing has moved for 5 minutes.\n")
 	fmt.Fprint(w, "\nExit codes: 0 ok, 1 failure, 2 bad usage or configuration; in place of socat, as socat: 0 or 1.\nRun 'shunt help COMMAND' for one command.\n")
 }
 

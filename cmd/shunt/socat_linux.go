@@ -220,10 +220,46 @@ func policyOf(a *address) (p proxy.LegPolicy) {
 // fromRight says whether what goes in direction d comes from the right address.
 func (f *forwarding) fromRight(d splice.Direction) bool { return (d == splice.Up) == f.swapped }
 
+// begun is a proxy that runs.
+type begun struct {
+	server *proxy.Server
+	kernel *splice.Kernel // nil without the bypass
+	err    error
+}
+
 // serve runs the proxy.
 func (f *forwarding) serve(ctx context.Context, signals <-chan os.Signal) (code int, err error) {
+	started := make(chan begun, 1)
+	go func() { started <- f.begin(ctx) }() // opening may wait for a peer
+	var b begun
+	defer func() {
+		if b.kernel != nil {
+			b.kernel.Close()
+		}
+	}()
+	for {
+		select {
+		case b = <-started:
+			if b.err != nil {
+				return 0, b.err
+			}
+			continue
+		case code = <-f.end:
+		case sig := <-signals:
+			f.log.printf('W', "exiting on signal %d", sig)
+			code = 128 + int(sig.(syscall.Signal))
+		case <-ctx.Done():
+		}
+		if b.server == nil {
+			return code, nil
+		}
+		return code, f.stop(b.server, signals, f.fork)
+	}
+}
+
+// begin opens the downstream side and starts the proxy.
+func (f *forwarding) begin(ctx context.Context) (b begun) {
 	cfg := proxy.Config{Admin: f.line.admin, Listeners: []proxy.Listener{f.listener()}}
-	fc := defaultFile()
 	why := f.noBypass()
 	if why != "" {
 		cfg.Listeners[0].Bypass = proxy.BypassOff
@@ -234,49 +270,30 @@ func (f *forwarding) serve(ctx context.Context, signals <-chan os.Signal) (code 
 	} else if why != "" {
 		f.log.printf('I', "bypass off: %s", why)
 	}
-	fc.Listeners = []listenerTable{{Bypass: string(cfg.Listeners[0].Bypass)}}
 	var bypass proxy.Bypass
 	if why == "" {
-		kernel, err := openBypass(&fc, &cfg, f.log.logger())
-		if err != nil {
-			return 0, err
-		}
-		if kernel != nil {
-			defer kernel.Close()
-			bypass = proxy.Splice(kernel)
-		}
-	}
-	server, err := proxy.New(cfg, bypass, f.log.logger())
-	if err != nil {
-		return 0, err
-	}
-
-	started := make(chan error, 1)
-	go func() { started <- server.Start() }() // opening may wait for a peer
-	for {
-		select {
-		case err := <-started:
+		if !f.fork && f.line.bypass == proxy.BypassAuto {
+			// Setting the bypass up takes a while, and scripts connect soon after the start. A client that comes
+			// meanwhile waits in the backlog, and is copied. With fork, connections may last, and being copied would too.
+			ln, err := f.openDown(ctx)
 			if err != nil {
-				return 0, err
+				return begun{err: err}
 			}
-			started = nil
-		case code := <-f.end:
-			if started != nil {
-				return code, nil
-			}
-			return code, f.stop(server, signals, f.fork)
-		case sig := <-signals:
-			f.log.printf('W', "exiting on signal %d", sig)
-			if started == nil {
-				err = f.stop(server, signals, f.fork)
-			} else if f.listened != nil {
-				f.listened.Close()
-			}
-			return 128 + int(sig.(syscall.Signal)), err
-		case <-ctx.Done():
-			return 0, f.stop(server, signals, f.fork)
+			cfg.Listeners[0].ListenFunc = func(context.Context) (net.Listener, error) { return ln, nil }
+		}
+		fc := defaultFile()
+		fc.Listeners = []listenerTable{{Bypass: string(f.line.bypass)}}
+		if b.kernel, b.err = openBypass(&fc, &cfg, f.log.logger()); b.err != nil {
+			return b
+		}
+		if b.kernel != nil {
+			bypass = proxy.Splice(b.kernel)
 		}
 	}
+	if b.server, b.err = proxy.New(cfg, bypass, f.log.logger()); b.err == nil {
+		b.err = b.server.Start()
+	}
+	return b
 }
 
 // stop shuts the server down; where drain is true, live connections may
