@@ -622,10 +622,10 @@ int on_send(struct sk_msg_md *m)
 	 * the target in the message, and sends the rest there too (with the window
 	 * that was asked for then), whatever is said now. So the bound is exceeded
 	 * by one message at most, and order is safe: nothing of this send took TCP.
+	 * Without windows a message is redirected whole.
 	 */
-	if (BPF_CORE_READ((struct sk_msg *)m, sk_redir)) {
-		if (verdict_mode == MODE_WINDOW)
-			f->granted += window;
+	if (verdict_mode == MODE_WINDOW && BPF_CORE_READ((struct sk_msg *)m, sk_redir)) {
+		f->granted += window;
 		return SK_PASS;
 	}
 	/*
@@ -648,7 +648,8 @@ int on_send(struct sk_msg_md *m)
 		f->granted += window;
 	} else {
 		/* Not the piece that an earlier verdict on this message asked for. */
-		bpf_msg_apply_bytes(m, 0);
+		if (!f->direct)
+			bpf_msg_apply_bytes(m, 0);
 		f->granted += m->size;
 	}
 	f->direct = 1;

@@ -117,6 +117,9 @@ func (c *conn) serve() {
 	c.state = stateCopying
 	if route != nil {
 		c.state = stateBypassed
+	} else {
+		boundQueues(c.legs[0].tcp)
+		boundQueues(up)
 	}
 	c.lastMove = time.Now()
 	c.armLocked()

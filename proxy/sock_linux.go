@@ -107,3 +107,31 @@ func waitHangUp(c *net.TCPConn) bool {
 // bytesBesideTCP says that read bytes came to a socket on which TCP received
 // only received: some reached its queue through a sockmap, past TCP.
 func bytesBesideTCP(read, received uint64) bool { return read > received }
+
+const (
+	// unsentLimit is how much of what a copy has written may wait unsent in a
+	// leg's send queue; what is in flight comes on top.
+	unsentLimit = 512 << 10
+	// nearRTT is the round trip below which a fixed receive buffer of nearBuffer is
+	// enough for any rate.
+	nearRTT    = time.Millisecond
+	nearBuffer = 1 << 20
+)
+
+// boundQueues limits what a connection that is copied takes in for a receiver
+// that doesn't read: without it the kernel grows the buffers of both legs as long as
+// the sender is fast. Errors leave it at that.
+func boundQueues(c *net.TCPConn) {
+	_ = control(c, func(fd int) error {
+		_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, unsentLimit)
+		i, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+		if err != nil || time.Duration(i.Rtt)*time.Microsecond >= nearRTT {
+			return err
+		}
+		// The unprivileged one is cut to net.core.rmem_max.
+		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, nearBuffer) != nil {
+			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, nearBuffer)
+		}
+		return nil
+	})
+}

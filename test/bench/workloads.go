@@ -19,14 +19,17 @@ import (
 	"sync"
 	"syscall"
 	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"shunt/test/harness"
 )
 
 // The workloads that targets refer to.
 const (
-	pingpong64       = "sockperf ping-pong 64 B, loopback"
-	pingpong1472ns   = "sockperf ping-pong 1472 B, netns to netns"
+	pingpong64       = "sockperf ping-pong 64 B, loopback" + onOneCPU
+	pingpong1472ns   = "sockperf ping-pong 1472 B, netns to netns" + onOneCPU
 	throughput1472ns = "sockperf throughput 1472 B, netns to netns"
 	iperf16K         = "iperf3 16K writes"
 	iperf128K        = "iperf3 128K writes"
@@ -36,11 +39,19 @@ const (
 	connections      = "connect, 1 B there and back, close"
 )
 
+// onOneCPU marks rows whose programs share one processor. A round trip between
+// idle processors is mostly the time that they take to wake up, which
+// depends on the machine (on a virtual one, tens of microseconds) and on where the scheduler
+// happens to put the two ends.
+const onOneCPU = ", one CPU"
+
 // A workload is one row: a service, and a client that measures through a front.
 type workload struct {
 	name, unit string
 	// netns puts client and service into two namespaces; the front is in the service's.
 	netns bool
+	// oneCPU keeps all programs of the row on one processor.
+	oneCPU bool
 	// paths, where it isn't nil, leaves out the others.
 	paths []string
 	// serve starts the service at host:port.
@@ -131,19 +142,21 @@ func workloads() []*workload {
 	for _, ns := range []bool{false, true} {
 		where := map[bool]string{false: "loopback", true: "netns to netns"}[ns]
 		for _, size := range []int{64, 1472} {
-			list = append(list,
-				&workload{name: fmt.Sprintf("sockperf ping-pong %d B, %s", size, where), unit: "us", netns: ns, serve: sockperfd,
-					run: func(b *bench, c client) (float64, string, error) {
-						out, err := c.tool("sockperf", "ping-pong", "--tcp", "-i", c.host, "-p", c.port, "-t", strconv.Itoa(b.seconds), "-m", strconv.Itoa(size))
-						if err != nil {
-							return 0, out, err
-						}
-						if m := faults.FindStringSubmatch(out); m == nil || m[1] != "0" || m[2] != "0" || m[3] != "0" {
-							return 0, out, fmt.Errorf("sockperf: dropped, duplicated, out of order: %v", m)
-						}
-						v, err := number1(latency, out)
-						return v, out, err
-					}},
+			pingpong := &workload{name: fmt.Sprintf("sockperf ping-pong %d B, %s", size, where), unit: "us", netns: ns, serve: sockperfd,
+				run: func(b *bench, c client) (float64, string, error) {
+					out, err := c.tool("sockperf", "ping-pong", "--tcp", "-i", c.host, "-p", c.port, "-t", strconv.Itoa(b.seconds), "-m", strconv.Itoa(size))
+					if err != nil {
+						return 0, out, err
+					}
+					if m := faults.FindStringSubmatch(out); m == nil || m[1] != "0" || m[2] != "0" || m[3] != "0" {
+						return 0, out, fmt.Errorf("sockperf: dropped, duplicated, out of order: %v", m)
+					}
+					v, err := number1(latency, out)
+					return v, out, err
+				}}
+			pinned := *pingpong
+			pinned.name, pinned.oneCPU = pingpong.name+onOneCPU, true
+			list = append(list, pingpong, &pinned,
 				&workload{name: fmt.Sprintf("sockperf throughput %d B, %s", size, where), unit: "msg/s", netns: ns, serve: sockperfd,
 					run: func(b *bench, c client) (float64, string, error) {
 						out, err := c.tool("sockperf", "throughput", "--tcp", "-i", c.host, "-p", c.port, "-t", strconv.Itoa(b.seconds), "-m", strconv.Itoa(size))
@@ -304,10 +317,19 @@ func connect(b *bench, c client) (float64, string, error) {
 	return workers * float64(each) / d.Seconds(), fmt.Sprintf("%d connections in %v\n", workers*each, d), errors.Join(errs...)
 }
 
-// idle is the memory of the front's processes for each of many connections that do nothing.
+// idle is the memory of the front's processes for each of many connections
+// that have been used once and do nothing.
 func idle(_ *bench, c client) (float64, string, error) {
-	const conns = 2000
-	before, err := memory(c.front.Pid())
+	const conns = 3000
+	// What the first connections bring in stays for all of them.
+	for range 100 {
+		conn, err := open(net.JoinHostPort(c.host, c.port))
+		if err != nil {
+			return 0, "", err
+		}
+		conn.Close()
+	}
+	before, err := settled(c.front.Pid())
 	if err != nil {
 		return 0, "", err
 	}
@@ -325,16 +347,31 @@ func idle(_ *bench, c client) (float64, string, error) {
 		}
 		list = append(list, conn)
 	}
-	after, err := memory(c.front.Pid())
+	after, err := settled(c.front.Pid())
 	if err != nil {
 		return 0, "", err
 	}
-	raw := fmt.Sprintf("%d connections: proportional set %d -> %d bytes, kernel slab per connection (all four sockets) %d bytes\n",
+	raw := fmt.Sprintf("%d connections: anonymous memory %d -> %d bytes, kernel slab per connection (all four sockets) %d bytes\n",
 		conns, before, after, (slabBytes()-slab)/conns)
 	return float64(after-before) / conns / 1024, raw, nil
 }
 
-// memory adds up the proportional set sizes of a process and its children.
+// settled is the memory of a process and its children once it has not become
+// less for three seconds.
+func settled(pid int) (int64, error) {
+	least, err := memory(pid)
+	for quiet := 0; quiet < 3 && err == nil; quiet++ {
+		time.Sleep(time.Second)
+		var now int64
+		if now, err = memory(pid); now < least {
+			least, quiet = now, -1
+		}
+	}
+	return least, err
+}
+
+// memory adds up the anonymous memory of a process and its children, shared
+// pages by their share.
 func memory(pid int) (int64, error) {
 	pids := []int{pid}
 	stats, err := filepath.Glob("/proc/[0-9]*/stat")
@@ -358,7 +395,7 @@ func memory(pid int) (int64, error) {
 		if err != nil {
 			continue // gone meanwhile
 		}
-		sum += field(string(b), "Pss:")
+		sum += field(string(b), "Pss_Anon:")
 	}
 	return sum, nil
 }
@@ -408,6 +445,13 @@ func (b *bench) measure(ctx context.Context, w *workload, round int) error {
 		}
 		host = harness.LinkAddr(200, 2).String()
 	}
+	if w.oneCPU {
+		restore, err := keepOnOneCPU()
+		if err != nil {
+			return err
+		}
+		defer restore()
+	}
 	// Each round begins with another path.
 	for i := range b.paths {
 		path := b.paths[(i+round)%len(b.paths)]
@@ -431,6 +475,41 @@ func (b *bench) measure(ctx context.Context, w *workload, round int) error {
 			b.results[w.name] = map[string][]float64{}
 		}
 		b.results[w.name][path] = append(b.results[w.name][path], value)
+	}
+	return nil
+}
+
+// keepOnOneCPU keeps this process, and what it starts, on one of its
+// processors until the returned function is called.
+func keepOnOneCPU() (restore func(), err error) {
+	var all, one unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &all); err != nil {
+		return nil, fmt.Errorf("sched_getaffinity: %w", err)
+	}
+	// The last one: interrupts mostly go to the first.
+	for cpu := range 8 * int(unsafe.Sizeof(all)) {
+		if all.IsSet(cpu) {
+			one.Zero()
+			one.Set(cpu)
+		}
+	}
+	return func() { setAffinity(&all) }, setAffinity(&one)
+}
+
+// setAffinity sets it for every thread: new ones inherit theirs.
+func setAffinity(set *unix.CPUSet) error {
+	tasks, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		return err
+	}
+	for _, t := range tasks {
+		tid, err := strconv.Atoi(t.Name())
+		if err != nil {
+			continue
+		}
+		if err := unix.SchedSetaffinity(tid, set); err != nil && !errors.Is(err, unix.ESRCH) {
+			return fmt.Errorf("sched_setaffinity: %w", err)
+		}
 	}
 	return nil
 }
