@@ -118,7 +118,7 @@ func (c *conn) serve() {
 	if route != nil {
 		c.state = stateBypassed
 	} else {
-		boundQueues(c.legs[0].tcp)
+		boundQueues(c.down())
 		boundQueues(up)
 	}
 	c.lastMove = time.Now()

@@ -121,12 +121,20 @@ const (
 // boundQueues limits what a connection that is copied takes in for a receiver
 // that doesn't read: without it the kernel grows the buffers of both legs as long as
 // the sender is fast. Errors leave it at that.
-func boundQueues(c *net.TCPConn) {
+// A receive buffer that was set by an option stays as it is.
+func boundQueues(s Stream) {
+	c := tcpOf(s)
+	if c == nil {
+		return
+	}
 	_ = control(c, func(fd int) error {
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, unsentLimit)
 		i, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 		if err != nil || time.Duration(i.Rtt)*time.Microsecond >= nearRTT {
 			return err
+		}
+		if locks, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK); err == nil && locks&unix.SOCK_RCVBUF_LOCK != 0 {
+			return nil
 		}
 		// The unprivileged one is cut to net.core.rmem_max.
 		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, nearBuffer) != nil {

@@ -31,4 +31,4 @@ func takeError(Stream) error { return nil }
 func waitHangUp(*net.TCPConn) bool { return false }
 
 // boundQueues leaves the kernel's own limits.
-func boundQueues(*net.TCPConn) {}
+func boundQueues(Stream) {}
