@@ -374,6 +374,30 @@ func TestSocatNetnsListens(t *testing.T) {
 	}
 }
 
+// TestSocatTellsOfBrokenPipe writes to a pipe that nobody reads any more.
+func TestSocatTellsOfBrokenPipe(t *testing.T) {
+	socat, shunt := realSocat(t)
+	for _, bin := range []string{socat, shunt} {
+		svc := startService(t, "tcp4", "127.0.0.1:0", "greet")
+		r, w, err := os.Pipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Close()
+		cmd := exec.Command(bin, "-u", "TCP:"+svc.addr.String(), "-")
+		cmd.Stdout = w
+		p, err := StartProcess(nil, cmd)
+		w.Close()
+		if err != nil {
+			t.Fatal(err)
+		}
+		code, err := p.ExitCode(5 * time.Second)
+		if err != nil || code != 1 || !strings.Contains(p.Output(), "Broken pipe") {
+			t.Errorf("%s: exit code %d, %v: %s", bin, code, err, p.Output())
+		}
+	}
+}
+
 // TestSocatListensOnBothSides joins two clients.
 func TestSocatListensOnBothSides(t *testing.T) {
 	socat, shunt := realSocat(t)

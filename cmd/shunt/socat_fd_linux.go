@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"os"
@@ -22,9 +23,10 @@ type fileStream struct {
 	in, out    int
 	inKind     uint32 // S_IFMT of the descriptors
 	outKind    uint32
-	readOn     bool // read again after the end
-	keep       bool // close nothing
-	wake       int  // an eventfd
+	readOn     bool        // read again after the end
+	keep       bool        // close nothing
+	broken     func(error) // is told of failed writes; may be nil
+	wake       int         // an eventfd
 	mu         sync.Mutex
 	busy       sync.WaitGroup // calls that use the descriptors
 	closed     bool
@@ -137,6 +139,9 @@ func (f *fileStream) Write(b []byte) (done int, err error) {
 		case err == unix.EAGAIN || err == unix.EINTR:
 			continue
 		case err != nil:
+			if f.broken != nil {
+				f.broken(fmt.Errorf("write(%d): %w", f.out, plainError(err)))
+			}
 			return done, os.NewSyscallError("write", err)
 		}
 		done += n

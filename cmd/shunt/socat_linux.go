@@ -34,6 +34,7 @@ type forwarding struct {
 	first     proxy.Stream // of the left address, where it was opened before the right one listens
 	listened  net.Listener // the downstream listener
 	said      atomic.Bool  // an error was logged that ends the run
+	lost      atomic.Bool  // a file or terminal took no more bytes
 	accepting *time.Timer  // accept-timeout
 	end       chan int     // the exit code of a run that ends by itself
 
@@ -389,6 +390,12 @@ func (f *forwarding) open(ctx context.Context, a *address, control proxy.Control
 	if err != nil {
 		return nil, err
 	}
+	if file, ok := s.(*fileStream); ok {
+		file.broken = func(err error) {
+			f.log.printf('E', "%v", err)
+			f.lost.Store(true)
+		}
+	}
 	if err := f.drop(a); err != nil {
 		s.Close()
 		return nil, err
@@ -565,7 +572,7 @@ func (f *forwarding) onClosed(conn uint64, cause string, err error) {
 		f.log.printf('W', "connection %d: %s: %v", conn, cause, err)
 	}
 	code := exitOK
-	if dial {
+	if dial || !f.fork && f.lost.Load() {
 		code = exitFailure
 	}
 	if f.fork {

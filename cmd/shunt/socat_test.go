@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"flag"
 	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"testing"
@@ -377,4 +378,49 @@ func FuzzSocatLine(f *testing.F) {
 			_, _ = translate(l)
 		}
 	})
+}
+
+// TestEveryWordOfTheInstalledSocatIsKnown asks socat for its words: each is supported or refused by name.
+func TestEveryWordOfTheInstalledSocatIsKnown(t *testing.T) {
+	bin, err := exec.LookPath("socat")
+	if err != nil {
+		if slices.Contains(strings.Split(os.Getenv("SHUNT_TEST_REQUIRE"), ","), "programs") {
+			t.Fatal("this machine should be able to run this: missing the program socat")
+		}
+		t.Skip("missing the program socat")
+	}
+	out, err := exec.Command(bin, "-hhh").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	addresses, options, _ := strings.Cut(string(out), "   opts:\n")
+	_, addresses, _ = strings.Cut(addresses, "address-head:\n")
+	n := socatNames()
+	count := 0
+	for _, line := range strings.Split(addresses, "\n") {
+		word, _, _ := strings.Cut(strings.TrimSpace(line), " ")
+		word, _, _ = strings.Cut(word, "\t")
+		word, _, _ = strings.Cut(word, ":")
+		word, _, _ = strings.Cut(word, "[")
+		if word == "" || word[0] == '<' {
+			continue
+		}
+		count++
+		if _, refused := n.refusedAddress[word]; n.address[word] == nil && !refused {
+			t.Errorf("address %q is unknown", word)
+		}
+	}
+	for _, line := range strings.Split(options, "\n") {
+		if !strings.Contains(line, "groups=") && !strings.Contains(line, "is an alias for") {
+			continue
+		}
+		word := strings.Fields(line)[0]
+		count++
+		if _, refused := n.refusedOption[word]; n.option[word] == nil && !refused {
+			t.Errorf("option %q is unknown", word)
+		}
+	}
+	if count < 500 {
+		t.Errorf("only %d words in socat's help", count)
+	}
 }
