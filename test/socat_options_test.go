@@ -560,7 +560,7 @@ func TestSocatLogsWhereItIsTold(t *testing.T) {
 		t.Errorf("%v, stderr %q", err, stderr.String())
 	}
 	b, err := os.ReadFile(file)
-	if err != nil || !regexp.MustCompile(`thishost shunt\[\d+\] E connect\(.*Connection refused`).Match(b) {
+	if err != nil || !regexp.MustCompile(`thishost \S+\[\d+\] E connect\(.*Connection refused`).Match(b) {
 		t.Errorf("%v: %s", err, b)
 	}
 }

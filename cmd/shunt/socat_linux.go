@@ -16,6 +16,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"shunt/proxy"
 	"shunt/splice"
 )
@@ -193,10 +195,13 @@ func (f *forwarding) listener() proxy.Listener {
 	}
 	l.BufferSize = line.buffer
 	l.Down, l.Up = policyOf(f.down), policyOf(f.up)
+	// A descriptor that is open one way only makes the run one way.
+	onlyRight := line.onlyRight || accessOf(line.left) == unix.O_RDONLY || accessOf(line.right) == unix.O_WRONLY
+	onlyLeft := line.onlyLeft || accessOf(line.left) == unix.O_WRONLY || accessOf(line.right) == unix.O_RDONLY
 	switch {
-	case line.onlyRight != f.swapped && (line.onlyRight || line.onlyLeft):
+	case onlyRight != f.swapped && (onlyRight || onlyLeft):
 		l.Way = proxy.OnlyUp
-	case line.onlyRight || line.onlyLeft:
+	case onlyRight || onlyLeft:
 		l.Way = proxy.OnlyDown
 	}
 	if f.dump != nil {
@@ -204,6 +209,17 @@ func (f *forwarding) listener() proxy.Listener {
 	}
 	l.Trace = proxy.Trace{Listening: f.onListening, Accepted: f.onAccepted, Started: f.onStarted, Finished: f.onFinished, Closed: f.onClosed}
 	return l
+}
+
+// accessOf returns how a descriptor is open: O_RDONLY, O_WRONLY or O_RDWR, as all other addresses are.
+func accessOf(a *address) int {
+	if a.typ.kind == fdNumber {
+		n, _ := parseNumber(a.params[0])
+		if flags, err := unix.FcntlInt(uintptr(n), unix.F_GETFL, 0); err == nil {
+			return flags & unix.O_ACCMODE
+		}
+	}
+	return unix.O_RDWR
 }
 
 func policyOf(a *address) (p proxy.LegPolicy) {
