@@ -141,6 +141,9 @@ func (l *loop) ends(d Direction) (from, to *net.TCPConn) {
 // whether every required check passed.
 func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	l, err := k.newLoop()
+	if errors.Is(err, unix.ENETUNREACH) {
+		err = fmt.Errorf("%w (is the loopback interface up? ip link set lo up)", err)
+	}
 	if !r.add("pairing", true, plain(err), "both ends of a loopback connection found by their sequence numbers") {
 		return false
 	}
