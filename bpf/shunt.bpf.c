@@ -29,6 +29,7 @@ char LICENSE[] SEC("license") = "GPL";
 #define SOL_TCP 6
 #define TCP_ULP 31
 #define TCP_CLOSE 7
+#define TCP_CLOSE_WAIT 8
 #define O_NONBLOCK 04000
 #define SOCK_SNDBUF_LOCK 1
 /* The flag of the 2023 series; kernels without it answer SK_DROP. */
@@ -48,6 +49,7 @@ volatile const enum mode verdict_mode = MODE_EVERY;
 volatile const __u32 window = 262144;    /* bytes one verdict is good for, with MODE_WINDOW */
 volatile const __u32 slots = 16384;      /* size of pairs and free_slots */
 volatile const __u32 app_sndbuf = 4096;  /* SO_SNDBUF of C and S on the slow path, 0: leave it */
+volatile const __u32 segment = 8192;     /* no small send buffer where segments are larger */
 volatile const __u32 pass_piece = 4096;  /* bytes of a large message that take TCP before the verdict is asked again */
 volatile const __u64 own_netns = 0;      /* cookie of the network namespace that shunt listens in */
 
@@ -58,6 +60,16 @@ __u64 candidates = 0;        /* C sockets enrolled so far */
 
 
 #define NO_SLOT 0xffffffff
+
+/*
+ * What the kernel allocates for each redirected send beside its bytes (struct
+ * sk_msg), which sk_rmem_alloc doesn't count: it counts here.
+ */
+#define MESSAGE_COST 1024
+/* Most sends, of the size of the one at hand, that one window is good for. */
+#define WINDOW_MESSAGES 4096
+/* As far as a queue's messages are counted. */
+#define MAX_MESSAGES 16384
 
 /* One socket of a pair. cookie is written last at birth: who sees it sees the rest. */
 struct end {
@@ -77,8 +89,10 @@ struct flow {
 	__u64 runs;
 	__u64 passed;
 	__u32 direct; /* what the last verdict said */
+	__u32 messages; /* at most so many wait for the receiver, shunt's own included */
+	__u32 window; /* the grant that was made last */
 	__u32 pad1;
-	__u64 pad2[4];
+	__u64 pad2[3];
 };
 
 /* One proxied connection; index = slot. Shared memory with shunt. */
@@ -296,10 +310,11 @@ static __always_inline enum why enrol(struct bpf_sock_ops *s, __u64 cookie)
  */
 static __always_inline void small_sndbuf(struct bpf_sock_ops *s, struct bpf_sock *bsk)
 {
-	struct sock *sk = (struct sock *)bpf_skc_to_tcp_sock(bsk);
+	struct tcp_sock *tp = bpf_skc_to_tcp_sock(bsk);
+	struct sock *sk = (struct sock *)tp;
 	int v = app_sndbuf;
 
-	if (!v || !sk || BPF_CORE_READ_BITFIELD_PROBED(sk, sk_userlocks) & SOCK_SNDBUF_LOCK)
+	if (!v || !tp || tp->mss_cache > segment || BPF_CORE_READ_BITFIELD_PROBED(sk, sk_userlocks) & SOCK_SNDBUF_LOCK)
 		return;
 	bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v));
 }
@@ -384,6 +399,19 @@ static __always_inline void dialled_born(struct bpf_sock_ops *s, struct tcp_sock
 	bpf_map_update_elem(&halves, &k, &h, BPF_ANY);
 }
 
+/*
+ * A client's socket that was disconnected (connect to AF_UNSPEC) and connects
+ * again. What is queued belongs to the former connection, whose other end may still
+ * have a verdict that sends here: it leaves the map for good.
+ */
+static __always_inline void born_again(struct bpf_sock *sk, struct member *me)
+{
+	__u64 cookie = me->cookie;
+
+	bpf_map_delete_elem(&socks, &cookie);
+	bpf_sk_storage_delete(&members, sk);
+}
+
 /* A or S is born, if the active end is one of ours. */
 static __always_inline void passive_born(struct bpf_sock_ops *s, struct bpf_sock *sk, struct tcp_sock *tp)
 {
@@ -444,6 +472,33 @@ static __always_inline void passive_born(struct bpf_sock_ops *s, struct bpf_sock
 static __always_inline struct sk_psock *psock_of(struct sock *sk)
 {
 	return (void *)((__u64)BPF_CORE_READ(sk, sk_user_data) & SK_USER_DATA_PTRMASK);
+}
+
+struct walk {
+	__u64 head, at;
+	__u32 messages, most;
+};
+
+static long walk_step(__u32 i, struct walk *w)
+{
+	__u64 next;
+
+	/* The list may change meanwhile: what is read is only counted. */
+	if (bpf_probe_read_kernel(&next, sizeof(next), (void *)w->at) || !next || next == w->head)
+		return 1;
+	w->at = next;
+	w->messages++;
+	return w->messages >= w->most;
+}
+
+/* How many messages wait in a receiver's redirect queue, up to most. */
+static __always_inline __u32 count_messages(struct sk_psock *psock, __u32 most)
+{
+	struct walk w = { .most = most };
+
+	w.head = w.at = (__u64)&psock->ingress_msg;
+	bpf_loop(MAX_MESSAGES, walk_step, &w, 0);
+	return w.messages;
 }
 
 /* What is left of a window that was granted. */
@@ -508,6 +563,8 @@ int on_sockops(struct bpf_sock_ops *s)
 			client_born(s, sk, tp);
 		else if (me->role == ROLE_B)
 			dialled_born(s, tp, me);
+		else
+			born_again(sk, me);
 		break;
 	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
 		tp = bpf_skc_to_tcp_sock(sk);
@@ -568,6 +625,14 @@ int on_setsockopt(struct bpf_sockopt *o)
 	return !refuse;
 }
 
+/* One of shunt's own sockets that its process has left behind. */
+static __always_inline bool orphaned(const struct end *e)
+{
+	struct sock *sk = (struct sock *)e->addr;
+
+	return BPF_CORE_READ(sk, __sk_common.skc_cookie.counter) != e->cookie || !BPF_CORE_READ(sk, sk_socket);
+}
+
 SEC("sk_msg")
 int on_send(struct sk_msg_md *m)
 {
@@ -579,6 +644,7 @@ int on_send(struct sk_msg_md *m)
 	struct flow *f;
 	struct end *from, *to;
 	__u64 flags = BPF_F_INGRESS, target;
+	__u32 queued, grant;
 
 	if (!sk)
 		return SK_PASS;
@@ -598,21 +664,19 @@ int on_send(struct sk_msg_md *m)
 		break;
 	}
 	target = to->cookie;
+	f = &p->flow[me->role == ROLE_C || me->role == ROLE_B ? DIR_UP : DIR_DOWN];
 	if (me->role == ROLE_A || me->role == ROLE_B) {
 		/*
 		 * shunt's own writes. A receiver's TCP queue must stay empty while it
-		 * lives; when it is gone, TCP finds that out.
+		 * lives; when it is gone, TCP finds that out. shunt has looked for room.
 		 */
+		if (to->gone)
+			return SK_PASS;
+		__sync_fetch_and_add(&f->messages, 1);
 		bpf_msg_redirect_hash(m, &socks, &target, flags);
 		return SK_PASS;
 	}
-	if (me->role == ROLE_C) {
-		from = &p->end[ROLE_C];
-		f = &p->flow[DIR_UP];
-	} else {
-		from = &p->end[ROLE_S];
-		f = &p->flow[DIR_DOWN];
-	}
+	from = &p->end[me->role == ROLE_C ? ROLE_C : ROLE_S];
 	tp = bpf_skc_to_tcp_sock(sk);
 	if (!tp)
 		return SK_PASS;
@@ -625,7 +689,7 @@ int on_send(struct sk_msg_md *m)
 	 * Without windows a message is redirected whole.
 	 */
 	if (verdict_mode == MODE_WINDOW && BPF_CORE_READ((struct sk_msg *)m, sk_redir)) {
-		f->granted += window;
+		f->granted += f->window;
 		return SK_PASS;
 	}
 	/*
@@ -634,9 +698,21 @@ int on_send(struct sk_msg_md *m)
 	 */
 	if (tp->write_seq - from->first != (__u32)f->forwarded || to->gone)
 		goto pass;
+	/* After a FIN from us: a shunt that was killed must not leave its ends talking past it. */
+	if (tp->inet_conn.icsk_inet.sk.__sk_common.skc_state == TCP_CLOSE_WAIT && orphaned(&p->end[me->role == ROLE_C ? ROLE_A : ROLE_B]))
+		goto pass;
 	to_sk = (struct sock *)to->addr;
-	if (BPF_CORE_READ(to_sk, __sk_common.skc_cookie.counter) != target ||
-	    BPF_CORE_READ(to_sk, sk_backlog.rmem_alloc.counter) > queue_limit)
+	if (BPF_CORE_READ(to_sk, __sk_common.skc_cookie.counter) != target)
+		goto pass;
+	queued = BPF_CORE_READ(to_sk, sk_backlog.rmem_alloc.counter);
+	grant = window;
+	if (verdict_mode == MODE_WINDOW && (__u64)m->size * WINDOW_MESSAGES < window)
+		grant = m->size * WINDOW_MESSAGES;
+	if (!queued)
+		f->messages = 0;
+	else if (queued + (__u64)f->messages * MESSAGE_COST > queue_limit)
+		f->messages = count_messages(psock_of(to_sk), queue_limit / MESSAGE_COST + 1);
+	if (queued + (__u64)f->messages * MESSAGE_COST > queue_limit)
 		goto pass;
 	if (verdict_mode == MODE_PERMANENT)
 		flags |= BPF_F_PERMANENT;
@@ -644,13 +720,16 @@ int on_send(struct sk_msg_md *m)
 	if (bpf_msg_redirect_hash(m, &socks, &target, flags) != SK_PASS)
 		goto pass;
 	if (verdict_mode == MODE_WINDOW) {
-		bpf_msg_apply_bytes(m, window);
-		f->granted += window;
+		bpf_msg_apply_bytes(m, grant);
+		f->granted += grant;
+		f->window = grant;
+		__sync_fetch_and_add(&f->messages, grant / (m->size | 1));
 	} else {
 		/* Not the piece that an earlier verdict on this message asked for. */
 		if (!f->direct)
 			bpf_msg_apply_bytes(m, 0);
 		f->granted += m->size;
+		__sync_fetch_and_add(&f->messages, 1);
 	}
 	f->direct = 1;
 	return SK_PASS;
@@ -676,7 +755,7 @@ struct sight {
 	__u32 left;   /* of the window that was granted last */
 	__u32 state;  /* 0: the socket is gone */
 	__u32 member; /* in a sockmap, ours or another's */
-	__u32 empty;  /* no redirected bytes are waiting */
+	__u32 messages; /* redirected sends that wait, counted up to MAX_MESSAGES */
 	__u32 pad;
 	__u64 granted; /* of the sender's flow, at the same time as left; the iterator only */
 };
@@ -689,9 +768,9 @@ static __always_inline void look(struct sight *v, struct sock *sk)
 	v->state = BPF_CORE_READ(sk, __sk_common.skc_state);
 	v->left = 0;
 	v->member = 0;
-	v->empty = 1;
+	v->messages = 0;
 	if (psock && BPF_CORE_READ(psock, sk) == sk) {
-		v->empty = BPF_CORE_READ(psock, ingress_msg.next) == &psock->ingress_msg;
+		v->messages = count_messages(psock, MAX_MESSAGES);
 		v->left = left_of(psock);
 		v->member = 1;
 	}

@@ -82,8 +82,10 @@ type ShuntPair struct {
 		Runs      uint64
 		Passed    uint64
 		Direct    uint32
+		Messages  uint32
+		Window    uint32
 		Pad1      uint32
-		Pad2      [4]uint64
+		Pad2      [3]uint64
 	}
 }
 
@@ -98,16 +100,16 @@ const (
 )
 
 type ShuntSight struct {
-	_       structs.HostLayout
-	Cookie  uint64
-	Addr    uint64
-	Queued  uint32
-	Left    uint32
-	State   uint32
-	Member  uint32
-	Empty   uint32
-	Pad     uint32
-	Granted uint64
+	_        structs.HostLayout
+	Cookie   uint64
+	Addr     uint64
+	Queued   uint32
+	Left     uint32
+	State    uint32
+	Member   uint32
+	Messages uint32
+	Pad      uint32
+	Granted  uint64
 }
 
 type ShuntWhy uint32
@@ -144,6 +146,7 @@ const (
 	ShuntVarOwnNetns      = "own_netns"
 	ShuntVarPassPiece     = "pass_piece"
 	ShuntVarQueueLimit    = "queue_limit"
+	ShuntVarSegment       = "segment"
 	ShuntVarSlots         = "slots"
 	ShuntVarVerdictMode   = "verdict_mode"
 	ShuntVarWindow        = "window"
@@ -222,6 +225,7 @@ type ShuntVariableSpecs struct {
 	OwnNetns    *ebpf.VariableSpec `ebpf:"own_netns"`
 	PassPiece   *ebpf.VariableSpec `ebpf:"pass_piece"`
 	QueueLimit  *ebpf.VariableSpec `ebpf:"queue_limit"`
+	Segment     *ebpf.VariableSpec `ebpf:"segment"`
 	Slots       *ebpf.VariableSpec `ebpf:"slots"`
 	VerdictMode *ebpf.VariableSpec `ebpf:"verdict_mode"`
 	Window      *ebpf.VariableSpec `ebpf:"window"`
@@ -278,6 +282,7 @@ type ShuntVariables struct {
 	OwnNetns    *ebpf.Variable `ebpf:"own_netns"`
 	PassPiece   *ebpf.Variable `ebpf:"pass_piece"`
 	QueueLimit  *ebpf.Variable `ebpf:"queue_limit"`
+	Segment     *ebpf.Variable `ebpf:"segment"`
 	Slots       *ebpf.Variable `ebpf:"slots"`
 	VerdictMode *ebpf.Variable `ebpf:"verdict_mode"`
 	Window      *ebpf.Variable `ebpf:"window"`

@@ -62,7 +62,7 @@ func openAdmin(s *Server) (*admin, error) {
 		w.Header().Set("Content-Type", "application/json")
 		json.NewEncoder(w).Encode(s.Connections())
 	})
-	a.http = &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: time.Minute}
+	a.http = &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, WriteTimeout: time.Minute, IdleTimeout: time.Minute}
 	go a.http.Serve(ln)
 	s.log.Info().Str("addr", a.addr).Msg("admin endpoint up")
 	return a, nil

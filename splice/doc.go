@@ -27,12 +27,18 @@
 // # Bounds
 //
 // A redirect is accepted however far behind the receiver is. So the verdict
-// looks at the receiver's queue and lets the send take TCP when it is over the
-// limit; Route.Forward then waits for room before it writes on, and TCP holds
-// the sender back in the ordinary way. C and S get a minimal send buffer, A and
-// B a small receive buffer, and Forward takes bytes off the socket only after
-// they were handed on: so the sender waits for the handing on, and its next
+// looks at the receiver's queue, its bytes and the kernel's 1 KiB for each
+// message, and lets the send take TCP when it is over the limit; Route.Forward
+// then waits for room before it writes on, and TCP holds the sender back in
+// the ordinary way. An application's socket that gets onto this slow path gets a
+// small send buffer, and Forward takes bytes off the socket only after they
+// were handed on: so the sender waits for the handing on, and its next
 // send finds nothing in flight and goes direct again.
+//
+// With VerdictWindow the bound is exceeded by what one window lets in: its
+// bytes, and with them up to 4096 messages of the size of its first one. A program that
+// means harm can follow a large message with tiny ones, and make the kernel
+// hold 1 KiB for each byte of a window; VerdictEvery has no such gap.
 //
 // # Closing
 //
@@ -40,7 +46,9 @@
 // queued before it sees the end, since sockets leave the map, and lose their
 // queue, only when their owner closes them. So nothing may take C or S out of
 // the map once bytes were redirected. When this process is killed, the
-// kernel sends its FINs, and both ends read what is queued and then EOF.
+// kernel sends its FINs, and both ends read what is queued and then EOF; the
+// verdict, which lives on with the sockets, sees that A or B has no owner
+// any more and lets further sends take TCP, which answers them with RST.
 //
 // # What is trusted
 //

@@ -38,9 +38,14 @@ const (
 	stallAfter = 10 * time.Second
 	// stallMemory is how long later connections of a stalled peer are copied.
 	stallMemory = 10 * time.Minute
+	// segment is TCP_MAXSEG of the listeners and of the upstream sockets: what
+	// an application's socket may put into one segment to us. On loopback it would be 64 KiB,
+	// and a corked sender (MSG_MORE, TCP_CORK, sendfile) with less
+	// than a segment in its small buffer waits for the kernel's 200 ms timer.
+	segment = 8 << 10
 	// appSndbuf is SO_SNDBUF of an application's socket that got onto the slow
-	// path: the kernel doubles it, so about one small message.
-	appSndbuf      = 4096
+	// path. The kernel doubles it: it must hold more than a segment.
+	appSndbuf      = 8 << 10
 	socketsPerPair = 4
 )
 
@@ -132,6 +137,7 @@ func (k *Kernel) load() error {
 		bpf.ShuntVarWindow:      k.opt.Window,
 		bpf.ShuntVarSlots:       slots,
 		bpf.ShuntVarAppSndbuf:   uint32(appSndbuf),
+		bpf.ShuntVarSegment:     uint32(segment),
 		bpf.ShuntVarOwnNetns:    netns,
 		bpf.ShuntVarQueueLimit:  uint32(k.report.QueueLimit),
 	} {
@@ -263,6 +269,9 @@ func (k *Kernel) Listen(ln *net.TCPListener) (func(), error) {
 	} else if v6only(ln) {
 		value.V4 = 0
 	}
+	if err := withFD(ln, shortSegments); err != nil {
+		return nil, fmt.Errorf("setsockopt TCP_MAXSEG: %w", err)
+	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.listens[key] = append(k.listens[key], value)
@@ -278,6 +287,10 @@ func (k *Kernel) Listen(ln *net.TCPListener) (func(), error) {
 			k.putListen(key)
 		}
 	}, nil
+}
+
+func shortSegments(fd int) error {
+	return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_MAXSEG, segment)
 }
 
 func (k *Kernel) dropListen(key bpf.ShuntListenKey, value bpf.ShuntListenValue) {
@@ -493,6 +506,13 @@ func (k *Kernel) inspect(cookie, addr uint64) (bpf.ShuntSight, error) {
 	return v, nil
 }
 
+// messageCost is what the kernel allocates for each send that waits, beside its
+// bytes: struct sk_msg.
+const messageCost = 1 << 10
+
+// cost is the memory that what waits for a receiver takes, in bytes.
+func cost(s bpf.ShuntSight) uint64 { return uint64(s.Queued) + uint64(s.Messages)*messageCost }
+
 // limit is the queue limit in force, in bytes.
 func (k *Kernel) limit() uint32 {
 	var v uint32
@@ -577,7 +597,7 @@ func (k *Kernel) limitFor(budget uint64) uint32 {
 	}
 	var waiting uint64
 	for _, s := range seen {
-		if s.Queued > MinQueueLimit/2 {
+		if cost(s.ShuntSight) > MinQueueLimit/2 {
 			waiting++
 		}
 	}
@@ -618,7 +638,7 @@ func (k *Kernel) findStalled() {
 				}
 			}
 			s, in := seen[r.cookie[r.receiver(d)]]
-			if !in || s.Empty != 0 || uint64(s.Queued) < r.sentTo(d, seen) {
+			if !in || s.Messages == 0 || uint64(s.Queued) < r.sentTo(d, seen) {
 				r.taken[d] = true
 				k.unstall(r, d)
 				continue

@@ -147,6 +147,9 @@ var neededCaps = []struct {
 
 func checkCapabilities(r *Report) {
 	eff, err := effectiveCaps()
+	if err == nil && !initialUserNamespace() {
+		err = errors.New("held in a user namespace only, where it doesn't count for bpf(2)")
+	}
 	for _, c := range neededCaps {
 		cerr := err
 		// CAP_SYS_ADMIN stands for the other two in the kernel's checks.
@@ -155,6 +158,16 @@ func checkCapabilities(r *Report) {
 		}
 		r.add(c.name, true, cerr, "there, for "+c.why)
 	}
+}
+
+// initialUserNamespace says whether all user ids are mapped to themselves.
+func initialUserNamespace() bool {
+	b, err := os.ReadFile("/proc/self/uid_map")
+	if err != nil {
+		return true
+	}
+	f := strings.Fields(string(b))
+	return len(f) == 3 && f[0] == "0" && f[1] == "0" && f[2] == "4294967295"
 }
 
 func effectiveCaps() (uint64, error) {

@@ -141,6 +141,9 @@ func (l *loop) ends(d Direction) (from, to *net.TCPConn) {
 // whether every required check passed.
 func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	l, err := k.newLoop()
+	if errors.Is(err, unix.ENETUNREACH) {
+		err = fmt.Errorf("%w (is the loopback interface up? ip link set lo up)", err)
+	}
 	if !r.add("pairing", true, plain(err), "both ends of a loopback connection found by their sequence numbers") {
 		return false
 	}
@@ -163,6 +166,9 @@ func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	if k.mode != bpf.ShuntModeMODE_PERMANENT {
 		ok = r.add("bounded queue", true, l.both(func(d Direction) error { return l.checkBound(k, d) }),
 			"over the limit the sender is held back, and is direct again afterwards") && ok
+	}
+	if !ok {
+		return false
 	}
 	ok = r.add("iterator", true, l.checkSurvey(k), "sees every socket on the bypass") && ok
 	ok = r.add("end of stream", true, l.checkEnd(), "after the last byte") && ok
@@ -450,10 +456,15 @@ func (l *loop) checkEnd() error {
 		if err := from.CloseWrite(); err != nil {
 			return err
 		}
-		if err := <-l.ended[d]; err != nil {
-			return fmt.Errorf("forward: %w", err)
+		select {
+		case err := <-l.ended[d]:
+			l.ended[d] = nil
+			if err != nil {
+				return fmt.Errorf("forward: %w", err)
+			}
+		case <-time.After(selfTestTimeout):
+			return fmt.Errorf("%v: forwarding does not end", d)
 		}
-		l.ended[d] = nil
 		_, dst := l.route.legs(d)
 		if err := dst.CloseWrite(); err != nil {
 			return err

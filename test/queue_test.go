@@ -225,7 +225,8 @@ func slowReader(t *testing.T, p Path, limit string, clientSends, blocking bool) 
 	if rss2 > rss+8*mib {
 		t.Errorf("shunt's memory grew from %d to %d bytes", rss, rss2)
 	}
-	if pages2 > pages+512 {
+	// The whole machine's figure: other programs move it a little, a sender without bound by gigabytes.
+	if pages2 > pages+16*mib/4096 {
 		t.Errorf("TCP memory grew from %d to %d pages", pages, pages2)
 	}
 

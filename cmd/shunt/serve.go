@@ -67,6 +67,10 @@ func serve(ctx context.Context, fc *fileConfig, log zerolog.Logger) (err error) 
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGTERM, os.Interrupt)
 	defer signal.Stop(signals)
+	// A log that nobody reads any more must not end live connections.
+	signal.Ignore(syscall.SIGPIPE)
+	defer signal.Reset(syscall.SIGPIPE)
+	defer ignoreHangUp(log)()
 
 	cfg := fc.proxyConfig()
 	kernel, err := openBypass(fc, &cfg, log)
@@ -101,6 +105,22 @@ func serve(ctx context.Context, fc *fileConfig, log zerolog.Logger) (err error) 
 	return drain(server, signals, log)
 }
 
+// ignoreHangUp says that SIGHUP changes nothing, until the returned function
+// is called: others re-read their configuration at it, or end.
+func ignoreHangUp(log zerolog.Logger) (stop func()) {
+	hup := make(chan os.Signal, 1)
+	signal.Notify(hup, syscall.SIGHUP)
+	go func() {
+		for range hup {
+			log.Warn().Msg("SIGHUP ignored: the configuration is read at start only; SIGTERM ends shunt")
+		}
+	}()
+	return func() {
+		signal.Stop(hup)
+		close(hup)
+	}
+}
+
 // openBypass sets up the kernel path where a listener may take it. A nil
 // Kernel without an error means that everything is copied; cfg says why.
 func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.Kernel, error) {
@@ -124,6 +144,15 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	e := log.Info().Str("kernel", r.Kernel).Str("verdict", string(r.Verdict))
 	if r.Verdict == splice.VerdictWindow {
 		e = e.Stringer("window", fc.Bypass.Window)
+	}
+	var differs []string
+	for _, c := range r.Checks {
+		if !c.OK && (c.Name == "FIONREAD" || c.Name == "blocking recv") {
+			differs = append(differs, c.Name+": "+c.Detail)
+		}
+	}
+	if len(differs) > 0 {
+		e = e.Strs("differs_from_tcp", differs)
 	}
 	e.Uint64("queue_limit", r.QueueLimit).Uint64("queue_budget", r.Budget).Msg(msgBypassOn)
 	if cfg.FIONREADWrong {
