@@ -70,6 +70,8 @@ type Listener struct {
 	ListenFunc ListenFunc
 	// DialFunc, unless nil, connects upstreams, and bounds its own time; Upstream only names them, DialTimeout is ignored.
 	DialFunc DialFunc
+	// NoBypass, unless empty, is why none of its connections can be bypassed.
+	NoBypass splice.Reason
 	// Admit, unless nil, is called for each accepted connection before anything else; an error closes it.
 	Admit func(down Stream) error
 	// Once closes the listening socket after the first connection that was admitted.

@@ -49,6 +49,8 @@ func newListener(s *Server, cfg Listener) *listener {
 	switch {
 	case cfg.Bypass == BypassOff || cfg.Tap != nil || cfg.Way != BothWays:
 		l.noBypass = splice.ReasonOff
+	case cfg.NoBypass != "":
+		l.noBypass = cfg.NoBypass
 	case s.bypass == nil:
 		l.noBypass = splice.ReasonUnsupported
 	case s.cfg.FIONREADWrong && cfg.Bypass == BypassAuto:

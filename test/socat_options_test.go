@@ -624,6 +624,25 @@ func adminMetrics(port int) (Metrics, error) {
 	return ParseMetrics(resp.Body)
 }
 
+func TestSocatSaysWhyItCopies(t *testing.T) {
+	_, shunt := realSocat(t)
+	dir := shortDir(t)
+	svc := startService(t, "unix", dir+"/s", "echo")
+	port := Port(t, nil)
+	p := socatFork(t, shunt, "--admin=unix:"+AdminSocket(dir), fmt.Sprintf("TCP-LISTEN:%d,bind=127.0.0.1,fork", port), "UNIX:"+svc.addr.String())
+	addr := fmt.Sprintf("127.0.0.1:%d", port)
+	if err := WaitListening(nil, addr, p, 10*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	if err := roundTrip(addr, "tcp"); err != nil {
+		t.Fatal(err)
+	}
+	m, err := Scrape(AdminSocket(dir))
+	if err != nil || m.Declined()["unix"] != 1 || len(m.Declined()) != 1 {
+		t.Errorf("%v: declined %v", err, m.Declined())
+	}
+}
+
 func TestSocatLetsConnectionsFinish(t *testing.T) {
 	_, shunt := realSocat(t)
 	svc := startService(t, "tcp4", "127.0.0.1:0", "echo")

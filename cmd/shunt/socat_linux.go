@@ -180,6 +180,18 @@ func (f *forwarding) noBypass() string {
 	return ""
 }
 
+// reason is the metrics' word for a run that can't take the bypass.
+func (f *forwarding) reason() splice.Reason {
+	kind := f.down.typ.kind | f.up.typ.kind
+	switch {
+	case kind&(unixConnect|unixListen|abstractConnect|abstractListen) != 0:
+		return splice.ReasonUnix
+	case kind&^anyTCP != 0:
+		return splice.ReasonNotTCP
+	}
+	return splice.ReasonOff
+}
+
 // listener is the proxy's configuration of this run.
 func (f *forwarding) listener() proxy.Listener {
 	line := f.line
@@ -279,7 +291,7 @@ func (f *forwarding) begin(ctx context.Context) (b begun) {
 	cfg := proxy.Config{Admin: f.line.admin, Listeners: []proxy.Listener{f.listener()}}
 	why := f.noBypass()
 	if why != "" {
-		cfg.Listeners[0].Bypass = proxy.BypassOff
+		cfg.Listeners[0].NoBypass = f.reason()
 	}
 	if f.dump != nil && f.line.bypass != proxy.BypassOff {
 		// Whoever measures with -v should know that it is another path.
