@@ -189,13 +189,13 @@ func (c *conn) describe(draining bool) Connection {
 	n := c.countsLocked()
 	for i, f := range []*ConnectionFlow{splice.Up: &d.Upward, splice.Down: &d.Downward} {
 		f.Path, f.State = "copy", "open"
-		if n.direct[i] {
+		if n.direct[i] || c.route != nil && n.copied[i] == 0 {
 			f.Path = "bypass"
 		}
 		if c.flows[i].over {
 			f.State = "ended"
 		}
-		f.Copied, f.Bypassed, f.Queued = n.copied[i], n.bypassed[i], n.queued[i]
+		f.Copied, f.Bypassed, f.Queued = n.copied[i], n.bypassed[i], min(n.queued[i], n.copied[i]+n.bypassed[i])
 	}
 	return d
 }

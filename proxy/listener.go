@@ -24,6 +24,8 @@ type listener struct {
 	withdraw func()
 	noBypass splice.Reason // why no connection is bypassed, or empty
 	slots    slots
+	limitLog rate
+	dialLog  rate
 	closing  chan struct{}
 	closed   sync.Once
 	loop     chan struct{} // closed when accept has returned; nil before

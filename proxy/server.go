@@ -41,8 +41,6 @@ type Server struct {
 	stopped chan struct{} // closed when everything is; made by Shutdown
 
 	acceptErrors atomic.Uint64
-	limitLog     rate
-	dialLog      rate
 }
 
 // New checks cfg and returns a Server that isn't started. A nil bypass means
@@ -374,13 +372,13 @@ func (r *rate) allow() (skipped int, ok bool) {
 }
 
 func (s *Server) limitWarn(l *listener, msg string, err error) {
-	if n, ok := s.limitLog.allow(); ok {
+	if n, ok := l.limitLog.allow(); ok {
 		l.log.Warn().Err(err).Int("skipped", n).Msg(msg)
 	}
 }
 
 func (s *Server) dialWarn(l *listener, kind string, err error) {
-	if n, ok := s.dialLog.allow(); ok {
+	if n, ok := l.dialLog.allow(); ok {
 		l.log.Warn().Err(err).Str("kind", kind).Int("skipped", n).Msg("upstream not reached")
 	}
 }

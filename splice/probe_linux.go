@@ -23,7 +23,7 @@ func Probe(o Options) *Report {
 		k.Close()
 	}
 	if o.Verdict != VerdictPermanent && r.Possible {
-		r.add("verdict permanent", false, probePermanent(o), "works here")
+		r.add("verdict permanent", false, probePermanent(o), "this kernel has the patch")
 	}
 	return r
 }
@@ -72,12 +72,21 @@ func open(o Options) (*Kernel, *Report) {
 		k.Close()
 		return nil, &rep
 	}
-	checkCapabilities(r)
+	missing := checkCapabilities(r)
 	cgroup, at, err := openCgroup(o.Cgroup)
 	if cgroup != nil {
 		defer cgroup.Close()
 	}
 	r.add("cgroup2", true, err, at)
+	if len(missing) > 0 {
+		r.add("load programs", true, errors.New("not tried without these capabilities"), "")
+		if !initialUserNamespace() {
+			r.Reason = "capabilities of a user namespace don't count for bpf(2)"
+		} else {
+			r.Reason = fmt.Sprintf("missing: %s (run as root, or setcap cap_bpf,cap_net_admin,cap_perfmon+ep shunt)", strings.Join(missing, ", "))
+		}
+		return fail()
+	}
 	if !r.add("load programs", true, plain(k.load()), "verdict, sock_ops, sock_release, setsockopt, inspect and iterator accepted") || cgroup == nil {
 		return fail()
 	}
@@ -114,7 +123,7 @@ func probePermanent(o Options) error {
 	o.Verdict = VerdictPermanent
 	k, r := open(o)
 	if k == nil {
-		return errors.New(r.Reason)
+		return fmt.Errorf("no release of Linux has the patch for it (%s)", strings.TrimPrefix(r.Reason, "verdict permanent: "))
 	}
 	return k.Close()
 }
@@ -145,7 +154,8 @@ var neededCaps = []struct {
 	{"CAP_PERFMON", unix.CAP_PERFMON, "reading the receiver's queue"},
 }
 
-func checkCapabilities(r *Report) {
+// checkCapabilities returns the names of those that are not there.
+func checkCapabilities(r *Report) (missing []string) {
 	eff, err := effectiveCaps()
 	if err == nil && !initialUserNamespace() {
 		err = errors.New("held in a user namespace only, where it doesn't count for bpf(2)")
@@ -156,8 +166,11 @@ func checkCapabilities(r *Report) {
 		if cerr == nil && eff&(1<<c.bit) == 0 && (c.bit == unix.CAP_NET_ADMIN || eff&(1<<unix.CAP_SYS_ADMIN) == 0) {
 			cerr = fmt.Errorf("missing; it is for %s", c.why)
 		}
-		r.add(c.name, true, cerr, "there, for "+c.why)
+		if !r.add(c.name, true, cerr, "there, for "+c.why) {
+			missing = append(missing, c.name)
+		}
 	}
+	return missing
 }
 
 // initialUserNamespace says whether all user ids are mapped to themselves.

@@ -9,6 +9,11 @@ import (
 	"github.com/rs/zerolog"
 )
 
+func init() {
+	// With milliseconds: zerolog's own has whole seconds.
+	zerolog.TimeFieldFormat = "2006-01-02T15:04:05.000Z07:00"
+}
+
 // newLogger returns the logger that a [log] table asks for.
 func newLogger(t logTable, w io.Writer) zerolog.Logger {
 	level, err := zerolog.ParseLevel(t.Level)

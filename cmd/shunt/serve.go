@@ -154,6 +154,13 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	if len(differs) > 0 {
 		e = e.Strs("differs_from_tcp", differs)
 	}
+	if r.Verdict == splice.VerdictWindow {
+		for _, c := range r.Checks {
+			if c.Name == "verdict window" && !c.OK {
+				log.Warn().Str("reason", c.Detail).Msg(`bypass.verdict is "window": a local program can corrupt this kernel`)
+			}
+		}
+	}
 	e.Uint64("queue_limit", r.QueueLimit).Uint64("queue_budget", r.Budget).Msg(msgBypassOn)
 	if cfg.FIONREADWrong {
 		var auto []string

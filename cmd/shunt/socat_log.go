@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"os"
 	"slices"
 	"strings"
@@ -91,6 +92,9 @@ func (p proxyLines) WriteLevel(level zerolog.Level, b []byte) (int, error) {
 		delete(fields, zerolog.LevelFieldName)
 		delete(fields, "listener") // there is one
 		for _, k := range slices.Sorted(maps.Keys(fields)) {
+			if f, ok := fields[k].(float64); ok && f == math.Trunc(f) {
+				fields[k] = int64(f)
+			}
 			text += fmt.Sprintf(" %s=%v", k, fields[k])
 		}
 	}

@@ -355,7 +355,7 @@ func socatTable() string {
 	}
 	b.WriteString("\n## Command line\n\n| option | | in a word |\n|---|---|---|\n")
 	for _, f := range socatFlags {
-		fmt.Fprintf(&b, "| %s | %s | %s |\n", f.form(), f.status, f.why)
+		fmt.Fprintf(&b, "| %s | %s | %s |\n", strings.ReplaceAll(f.form(), "|", `\|`), f.status, f.why)
 	}
 	return b.String()
 }

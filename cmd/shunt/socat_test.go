@@ -298,8 +298,8 @@ idle_timeout = "1m0s"
 half_open_timeout = "5s"
 keepalive = { idle = "9s", interval = "10s", count = 3 }
 `},
-		{"-v TCP:db:5432,keepalive=0 TCP-LISTEN:1,bind=127.0.0.1,range=10.0.0.0/8", `# No equivalent here: no fork: the configuration serves connections until it is stopped.
-# No equivalent here: option range of TCP-LISTEN.
+		{"-v TCP:db:5432,keepalive=0 TCP-LISTEN:1,bind=127.0.0.1,mss=1000", `# No equivalent here: no fork: the configuration serves connections until it is stopped.
+# No equivalent here: option mss of TCP-LISTEN.
 # No equivalent here: option -v.
 
 [[listener]]
@@ -315,6 +315,11 @@ keepalive = { idle = "0s" }
 		if _, err := parseConfig("translated", []byte(stdout)); err != nil {
 			t.Errorf("%s: %v", c.line, err)
 		}
+	}
+	// A file without it would let in more than the command line does.
+	code, stdout, stderr := runArgs(t, "", "translate", "TCP-LISTEN:1,fork,range=10.0.0.0/8", "TCP:db:5432")
+	if code != 2 || stdout != "" || !strings.Contains(stderr, "option range of TCP-LISTEN restricts") {
+		t.Errorf("range: code %d, stderr %q, stdout:\n%s", code, stderr, stdout)
 	}
 }
 

@@ -84,8 +84,11 @@ func translate(l *socatLine) (string, error) {
 	if !down.on("fork") {
 		t.missing = append(t.missing, "no fork: the configuration serves connections until it is stopped")
 	}
-	t.options(l.left)
-	t.options(l.right)
+	for _, a := range []*address{l.left, l.right} {
+		if err := t.options(a); err != nil {
+			return "", err
+		}
+	}
 	t.flags(l)
 
 	var b strings.Builder
@@ -165,15 +168,27 @@ var translated = map[string]bool{
 	"shut-down": true, "end-close": true, "cool-write": true, "cloexec": true,
 }
 
-func (t *translation) options(a *address) {
+// restricting are the options that say who may connect, or as whom shunt runs:
+// a file without them would be open to more than the command line is.
+var restricting = map[string]bool{
+	"range": true, "sourceport": true, "lowport": true, "tcpwrap": true,
+	"su": true, "su-d": true, "setuid": true, "setgid": true, "user": true, "group": true, "mode": true, "umask": true,
+	"netns": true, "so-bindtodevice": true,
+}
+
+func (t *translation) options(a *address) error {
 	for i := range a.options {
 		o := &a.options[i]
 		name := o.opt.names[0]
 		if translated[name] || name == "bind" && a.listens() || name == "nodelay" && o.num != 0 {
 			continue
 		}
+		if restricting[name] {
+			return fmt.Errorf("option %s of %s restricts what a configuration file can't: use a firewall or the service manager, or run the command line", o.name, a.keyword)
+		}
 		t.missing = append(t.missing, fmt.Sprintf("option %s of %s", o.name, a.keyword))
 	}
+	return nil
 }
 
 func (t *translation) flags(l *socatLine) {
