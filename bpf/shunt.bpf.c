@@ -48,8 +48,8 @@ enum why { WHY_NOTHING, WHY_MPTCP, WHY_ULP, WHY_BUSY, WHY_FULL, WHY_OTHER };
 volatile const enum mode verdict_mode = MODE_EVERY;
 volatile const __u32 window = 262144;    /* bytes one verdict is good for, with MODE_WINDOW */
 volatile const __u32 slots = 16384;      /* size of pairs and free_slots */
-volatile const __u32 app_sndbuf = 4096;  /* SO_SNDBUF of C and S on the slow path, 0: leave it */
-volatile const __u32 segment = 8192;     /* no small send buffer where segments are larger */
+volatile const __u32 app_sndbuf = 65536; /* SO_SNDBUF of C and S on the slow path, 0: leave it */
+volatile const __u32 segment = 32768;    /* no small send buffer where segments are larger */
 volatile const __u32 pass_piece = 4096;  /* bytes of a large message that take TCP before the verdict is asked again */
 volatile const __u64 own_netns = 0;      /* cookie of the network namespace that shunt listens in */
 
@@ -304,8 +304,8 @@ static __always_inline enum why enrol(struct bpf_sock_ops *s, __u64 cookie)
 }
 
 /*
- * Lock-step: with a minimal send buffer at most one message is on the slow path
- * when the sender waits, so that shunt can catch up with it. Not where the
+ * Lock-step: with a small send buffer little is on the slow path when the sender
+ * waits, so that shunt can catch up with it. Not where the
  * application chose a size itself.
  */
 static __always_inline void small_sndbuf(struct bpf_sock_ops *s, struct bpf_sock *bsk)

@@ -39,13 +39,14 @@ const (
 	// stallMemory is how long later connections of a stalled peer are copied.
 	stallMemory = 10 * time.Minute
 	// segment is TCP_MAXSEG of the listeners and of the upstream sockets: what
-	// an application's socket may put into one segment to us. On loopback it would be 64 KiB,
-	// and a corked sender (MSG_MORE, TCP_CORK, sendfile) with less
-	// than a segment in its small buffer waits for the kernel's 200 ms timer.
-	segment = 8 << 10
+	// an application's socket may put into one segment to us. On loopback it
+	// would be 64 KiB, and a corked sender (MSG_MORE, TCP_CORK, sendfile) with less
+	// than two segments of room in its send buffer waits for the kernel's
+	// 200 ms timer. Less than 32 KiB makes copying over loopback slower.
+	segment = 32 << 10
 	// appSndbuf is SO_SNDBUF of an application's socket that got onto the slow
-	// path. The kernel doubles it: it must hold more than a segment.
-	appSndbuf      = 8 << 10
+	// path. The kernel doubles it: room for two segments and what they cost.
+	appSndbuf      = 64 << 10
 	socketsPerPair = 4
 )
 
