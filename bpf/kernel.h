@@ -56,7 +56,6 @@ struct inet_connection_sock {
 struct tcp_sock {
 	struct inet_connection_sock inet_conn;
 	__u32 write_seq;
-	__u32 mss_cache;
 	_Bool is_mptcp;
 } kernel_type;
 

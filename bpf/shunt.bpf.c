@@ -49,7 +49,6 @@ volatile const enum mode verdict_mode = MODE_EVERY;
 volatile const __u32 window = 262144;    /* bytes one verdict is good for, with MODE_WINDOW */
 volatile const __u32 slots = 16384;      /* size of pairs and free_slots */
 volatile const __u32 app_sndbuf = 65536; /* SO_SNDBUF of C and S on the slow path, 0: leave it */
-volatile const __u32 segment = 32768;    /* no small send buffer where segments are larger */
 volatile const __u32 pass_piece = 4096;  /* bytes of a large message that take TCP before the verdict is asked again */
 volatile const __u64 own_netns = 0;      /* cookie of the network namespace that shunt listens in */
 
@@ -314,7 +313,7 @@ static __always_inline void small_sndbuf(struct bpf_sock_ops *s, struct bpf_sock
 	struct sock *sk = (struct sock *)tp;
 	int v = app_sndbuf;
 
-	if (!v || !tp || tp->mss_cache > segment || BPF_CORE_READ_BITFIELD_PROBED(sk, sk_userlocks) & SOCK_SNDBUF_LOCK)
+	if (!v || !tp || BPF_CORE_READ_BITFIELD_PROBED(sk, sk_userlocks) & SOCK_SNDBUF_LOCK)
 		return;
 	bpf_setsockopt(s, SOL_SOCKET, SO_SNDBUF, &v, sizeof(v));
 }

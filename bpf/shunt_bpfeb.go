@@ -146,7 +146,6 @@ const (
 	ShuntVarOwnNetns      = "own_netns"
 	ShuntVarPassPiece     = "pass_piece"
 	ShuntVarQueueLimit    = "queue_limit"
-	ShuntVarSegment       = "segment"
 	ShuntVarSlots         = "slots"
 	ShuntVarVerdictMode   = "verdict_mode"
 	ShuntVarWindow        = "window"
@@ -225,7 +224,6 @@ type ShuntVariableSpecs struct {
 	OwnNetns    *ebpf.VariableSpec `ebpf:"own_netns"`
 	PassPiece   *ebpf.VariableSpec `ebpf:"pass_piece"`
 	QueueLimit  *ebpf.VariableSpec `ebpf:"queue_limit"`
-	Segment     *ebpf.VariableSpec `ebpf:"segment"`
 	Slots       *ebpf.VariableSpec `ebpf:"slots"`
 	VerdictMode *ebpf.VariableSpec `ebpf:"verdict_mode"`
 	Window      *ebpf.VariableSpec `ebpf:"window"`
@@ -282,7 +280,6 @@ type ShuntVariables struct {
 	OwnNetns    *ebpf.Variable `ebpf:"own_netns"`
 	PassPiece   *ebpf.Variable `ebpf:"pass_piece"`
 	QueueLimit  *ebpf.Variable `ebpf:"queue_limit"`
-	Segment     *ebpf.Variable `ebpf:"segment"`
 	Slots       *ebpf.Variable `ebpf:"slots"`
 	VerdictMode *ebpf.Variable `ebpf:"verdict_mode"`
 	Window      *ebpf.Variable `ebpf:"window"`

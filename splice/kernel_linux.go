@@ -38,14 +38,10 @@ const (
 	stallAfter = 10 * time.Second
 	// stallMemory is how long later connections of a stalled peer are copied.
 	stallMemory = 10 * time.Minute
-	// segment is TCP_MAXSEG of the listeners and of the upstream sockets: what
-	// an application's socket may put into one segment to us. On loopback it
-	// would be 64 KiB, and a corked sender (MSG_MORE, TCP_CORK, sendfile) with less
-	// than two segments of room in its send buffer waits for the kernel's
-	// 200 ms timer. Less than 32 KiB makes copying over loopback slower.
-	segment = 32 << 10
 	// appSndbuf is SO_SNDBUF of an application's socket that got onto the slow
-	// path. The kernel doubles it: room for two segments and what they cost.
+	// path; the kernel doubles it. On loopback a segment has up to 64 KiB, and a
+	// corked sender (MSG_MORE, TCP_CORK, sendfile) that has no room for two waits
+	// for the kernel's 200 ms timer.
 	appSndbuf      = 64 << 10
 	socketsPerPair = 4
 )
@@ -138,7 +134,6 @@ func (k *Kernel) load() error {
 		bpf.ShuntVarWindow:      k.opt.Window,
 		bpf.ShuntVarSlots:       slots,
 		bpf.ShuntVarAppSndbuf:   uint32(appSndbuf),
-		bpf.ShuntVarSegment:     uint32(segment),
 		bpf.ShuntVarOwnNetns:    netns,
 		bpf.ShuntVarQueueLimit:  uint32(k.report.QueueLimit),
 	} {
@@ -270,9 +265,6 @@ func (k *Kernel) Listen(ln *net.TCPListener) (func(), error) {
 	} else if v6only(ln) {
 		value.V4 = 0
 	}
-	if err := withFD(ln, shortSegments); err != nil {
-		return nil, fmt.Errorf("setsockopt TCP_MAXSEG: %w", err)
-	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.listens[key] = append(k.listens[key], value)
@@ -288,10 +280,6 @@ func (k *Kernel) Listen(ln *net.TCPListener) (func(), error) {
 			k.putListen(key)
 		}
 	}, nil
-}
-
-func shortSegments(fd int) error {
-	return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_MAXSEG, segment)
 }
 
 func (k *Kernel) dropListen(key bpf.ShuntListenKey, value bpf.ShuntListenValue) {
