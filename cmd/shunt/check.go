@@ -26,7 +26,7 @@ func (c *command) loadFlags(args []string, s streams) (fc *fileConfig, code int)
 	}
 	fc, err := loadConfig(file, s.in)
 	if err != nil {
-		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		c.printError(s, err)
 		return nil, exitUsage
 	}
 	return fc, exitOK

@@ -190,6 +190,13 @@ func (c *command) badUsage(s streams, format string, a ...any) int {
 	return exitUsage
 }
 
+// printError writes err, which may be several lines.
+func (c *command) printError(s streams, err error) {
+	for _, line := range strings.Split(err.Error(), "\n") {
+		fmt.Fprintf(s.err, "shunt %s: %s\n", c.name, line)
+	}
+}
+
 // parse reads the flags that define declares. Where it returns false, the
 // invocation is over and ends with code.
 func (c *command) parse(args []string, s streams, define func(*flag.FlagSet)) (code int, ok bool) {

@@ -95,7 +95,7 @@ func defaultListener() listenerTable {
 const maxConfigSize = 4 << 20
 
 // loadConfig reads and validates the file at path; "-" is stdin. The error
-// says where in the file what is wrong.
+// says where in the file what is wrong, a line for each mistake.
 func loadConfig(path string, stdin io.Reader) (*fileConfig, error) {
 	name, r := path, stdin
 	if path == "-" {
@@ -130,7 +130,8 @@ func parseConfig(name string, data []byte) (*fileConfig, error) {
 			l.Name = l.Listen
 		}
 	}
-	if err := fc.validate(d); err != nil {
+	fc.validate(d)
+	if err := d.err(); err != nil {
 		return nil, err
 	}
 	return &fc, nil

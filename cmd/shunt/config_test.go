@@ -177,7 +177,7 @@ func TestBadConfigs(t *testing.T) {
 		{listener("[listener.keepalive]\ncuont = 1"), `f:9: listener "b": keepalive.cuont: unknown key; did you mean "count"?`},
 		{"[[listener]]\nlisten = \"127.0.0.1:1\"\nuptsream = \"a:1\"\n" + minimal, `f:3: listener "127.0.0.1:1": uptsream: unknown key; did you mean "upstream"?`},
 		{"[[listener]]\nupstrem = 1\n", `f:2: listener 1: upstrem: unknown key`},
-		{"x = '''\n[log]\nlevl = 1\n'''\n[log]\nlevl = 2\n", `f:1: x: unknown key; known here: admin, bypass, listener, log`},
+		{"x = '''\n[log]\nlevl = 1\n'''\n", `f:1: x: unknown key; known here: admin, bypass, listener, log`},
 		{"log.x-y.z = 1\n", "f:1: log.x-y: unknown key"},
 		{"\"a b\" = 1\n", `f:1: "a b": unknown key`},
 
@@ -269,7 +269,32 @@ func TestBadConfigs(t *testing.T) {
 		case !strings.Contains(err.Error(), c.want):
 			t.Errorf("error\n  %v\nwant in it\n  %s\nfor\n%s", err, c.want, c.text)
 		case strings.Contains(err.Error(), "\n"):
-			t.Errorf("more than a line: %q", err)
+			t.Errorf("more than one error: %q", err)
+		}
+	}
+}
+
+// TestEveryMistakeIsTold counts each once, in the order of the file.
+func TestEveryMistakeIsTold(t *testing.T) {
+	for _, c := range []struct{ text, want string }{
+		{"[log]\nlevl = \"info\"\n[[listener]]\nlisten = 7\nupstream = \"a\"\ndial_timeout = \"0s\"\nkeepalive = { count = 0, idle = \"1ms\" }\n[bypass]\nwindow = 1\n",
+			`f:2: log.levl: unknown key; did you mean "level"?
+f:4: listener 1: listen: want a string in quotes, not the number 7
+f:5: listener 1: upstream: "a": want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432"
+f:6: listener 1: dial_timeout: 0s is out of range: want 1ms to 8760h0m0s
+f:7: listener 1: keepalive.idle: 1ms is out of range: want 1s to 9h6m7s, or 0s for no keepalive
+f:7: listener 1: keepalive.count: 0 is out of range: want 1 to 127
+f:9: bypass.window: 1 is out of range: want 4KiB to 1GiB`},
+		{"[[listener]]\n", `f:1: listener 1: listen: missing: want an address, such as "127.0.0.1:7000"
+f:1: listener 1: upstream: missing: want host:port, such as "127.0.0.1:8000"`},
+		// A misspelt key isn't missing too, and a loop has one mistake.
+		{"[[listener]]\nlsten = \":1\"\n[[listener]]\nlisten = \":2\"\nupstream = \"127.0.0.1:3\"\n[[listener]]\nlisten = \":3\"\nupstream = \"127.0.0.1:2\"\n[[listener]]\nlisten = \":2\"\nupstream = \"a:1\"\n",
+			`f:2: listener 1: lsten: unknown key; did you mean "listen"?
+f:5: listener ":2": upstream: connections would go round in a loop: ":2" -> ":3" and back
+f:10: listener ":2": listen: ":2" is taken by listener ":2" (:2)`},
+	} {
+		if _, err := parseConfig("f", []byte(c.text)); err == nil || err.Error() != c.want {
+			t.Errorf("got\n%v\nwant\n%s\nfor\n%s", err, c.want, c.text)
 		}
 	}
 }

@@ -12,18 +12,22 @@ import (
 	"github.com/BurntSushi/toml"
 )
 
-// document is a parsed configuration file, for errors that say where.
+// document is a parsed configuration file, and what is wrong with it.
 type document struct {
 	name  string
 	lines map[string]int // key path -> line, from 1
 	names []string       // the listeners' names as far as they are known
+	errs  []*configError
 }
 
 // configError is a fault in a configuration file.
 type configError struct {
 	file string
 	line int // 0: not known
+	path string
 	msg  string
+
+	missing bool // the key isn't there
 }
 
 // Error implements error.
@@ -34,10 +38,41 @@ func (e *configError) Error() string {
 	return fmt.Sprintf("%s:%d: %s", e.file, e.line, e.msg)
 }
 
-// errorf returns an error about the key at path, which it names the way the
-// file's author would: listener "web": keepalive.idle: ...
+// errorf notes and returns an error about the key at path, which it names the
+// way the file's author would: listener "web": keepalive.idle: ... Only the
+// first error about a key is kept: the others may follow from it.
 func (d *document) errorf(path keyPath, format string, a ...any) error {
-	return &configError{file: d.name, line: d.line(path), msg: d.describe(path) + fmt.Sprintf(format, a...)}
+	e := &configError{file: d.name, line: d.line(path), path: path.String(), msg: d.describe(path) + fmt.Sprintf(format, a...)}
+	for _, other := range d.errs {
+		if other.path == e.path {
+			return other
+		}
+	}
+	d.errs = append(d.errs, e)
+	return e
+}
+
+// missing is errorf for a key that must be there. An error about another key
+// of its table, which may be this one misspelt, goes first.
+func (d *document) missing(path keyPath, format string, a ...any) {
+	table := path[:len(path)-1].String() + "."
+	for _, e := range d.errs {
+		if strings.HasPrefix(e.path, table) && !e.missing {
+			return
+		}
+	}
+	d.errorf(path, "missing: "+format, a...)
+	d.errs[len(d.errs)-1].missing = true
+}
+
+// err returns all errors in the order of the file, a line for each, or nil.
+func (d *document) err() error {
+	sort.SliceStable(d.errs, func(i, j int) bool { return d.errs[i].line < d.errs[j].line })
+	var errs []error
+	for _, e := range d.errs {
+		errs = append(errs, e)
+	}
+	return errors.Join(errs...)
 }
 
 // line finds the line of path, or of the closest table around it.
@@ -107,7 +142,8 @@ func (p keyPath) String() string {
 }
 
 // decodeFile fills fc from data. It is stricter than the TOML package's own
-// decoding: keys match by exact spelling, and every key must be known.
+// decoding: keys match by exact spelling, and every key must be known. The
+// error is one of syntax; the document notes the others.
 func decodeFile(name string, data []byte, fc *fileConfig) (*document, error) {
 	d := &document{name: name}
 	tree := map[string]any{}
@@ -130,9 +166,6 @@ func decodeFile(name string, data []byte, fc *fileConfig) (*document, error) {
 	}
 	w := walker{doc: d}
 	w.table(nil, tree, reflect.ValueOf(fc).Elem())
-	if err := w.first(); err != nil {
-		return nil, err
-	}
 	return d, nil
 }
 
@@ -144,26 +177,10 @@ func syntaxMessage(pe toml.ParseError) string {
 	return msg
 }
 
-// walker copies a TOML tree into the schema and collects what doesn't fit.
-type walker struct {
-	doc  *document
-	errs []error
-}
+// walker copies a TOML tree into the schema and notes what doesn't fit.
+type walker struct{ doc *document }
 
-// first returns the error that comes first in the file: the others may follow
-// from it.
-func (w *walker) first() error {
-	if len(w.errs) == 0 {
-		return nil
-	}
-	line := func(i int) int { return w.errs[i].(*configError).line }
-	sort.SliceStable(w.errs, func(i, j int) bool { return line(i) < line(j) })
-	return w.errs[0]
-}
-
-func (w *walker) errorf(p keyPath, format string, a ...any) {
-	w.errs = append(w.errs, w.doc.errorf(p, format, a...))
-}
+func (w *walker) errorf(p keyPath, format string, a ...any) { w.doc.errorf(p, format, a...) }
 
 func (w *walker) table(p keyPath, tree map[string]any, v reflect.Value) {
 	known := map[string]reflect.Value{}

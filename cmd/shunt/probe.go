@@ -29,7 +29,7 @@ func probeCommand(_ context.Context, c *command, args []string, s streams) int {
 			err = loaded.checkCgroup()
 		}
 		if err != nil {
-			fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+			c.printError(s, err)
 			return exitUsage
 		}
 		fc = *loaded

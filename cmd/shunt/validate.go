@@ -31,89 +31,77 @@ const (
 	maxName     = 100
 )
 
-// validate checks everything that one can know without opening a socket or a
-// file.
-func (fc *fileConfig) validate(d *document) error {
-	if err := fc.validateTables(d); err != nil {
-		return err
+// validate notes everything wrong that one can know without opening a socket
+// or a file.
+func (fc *fileConfig) validate(d *document) {
+	fc.validateTables(d)
+	if len(fc.Listeners) == 0 && len(d.errs) == 0 {
+		d.errorf(nil, "no [[listener]]: at least one is needed")
 	}
-	if len(fc.Listeners) == 0 {
-		return &configError{file: d.name, msg: "no [[listener]]: at least one is needed"}
-	}
-	var addrs []netip.AddrPort
+	var addrs []netip.AddrPort // invalid where the listener has none
 	for i := range fc.Listeners {
 		p := path("listener").at(i + 1)
 		l := &fc.Listeners[i]
-		addr, err := l.validate(d, p)
-		if err != nil {
-			return err
-		}
+		addr := l.validate(d, p)
 		for j, other := range addrs {
 			if overlap(addr, other) {
-				return d.errorf(p.with("listen"), "%q is taken by listener %q (%s)", l.Listen, fc.Listeners[j].Name, fc.Listeners[j].Listen)
-			}
-			if l.Name == fc.Listeners[j].Name {
-				return d.errorf(p.with("name"), "%q is the name of listener %d already", l.Name, j+1)
+				d.errorf(p.with("listen"), "%q is taken by listener %q (%s)", l.Listen, fc.Listeners[j].Name, fc.Listeners[j].Listen)
+			} else if l.Name == fc.Listeners[j].Name && l.Name != "" {
+				d.errorf(p.with("name"), "%q is the name of listener %d already", l.Name, j+1)
 			}
 		}
 		addrs = append(addrs, addr)
 	}
 	for i := range fc.Listeners {
-		if round := loop(fc.Listeners, addrs, i); round != nil {
+		if round := loop(fc.Listeners, addrs, i); round != nil && i == slices.Min(round) {
 			p := path("listener").at(i + 1).with("upstream")
 			if len(round) == 1 {
-				return d.errorf(p, "%q is the listener itself", fc.Listeners[i].Upstream)
+				d.errorf(p, "%q is the listener itself", fc.Listeners[i].Upstream)
+				continue
 			}
 			var names []string
 			for _, j := range round {
 				names = append(names, strconv.Quote(fc.Listeners[j].Name))
 			}
-			return d.errorf(p, "connections would go round in a loop: %s and back", strings.Join(names, " -> "))
+			d.errorf(p, "connections would go round in a loop: %s and back", strings.Join(names, " -> "))
 		}
 	}
 	if admin := fc.Admin.Listen; admin != "" && !strings.HasPrefix(admin, "unix:") {
 		addr, _ := parseListen(admin)
 		for i, other := range addrs {
 			if overlap(addr, other) {
-				return d.errorf(path("admin", "listen"), "%q is taken by listener %q", admin, fc.Listeners[i].Name)
+				d.errorf(path("admin", "listen"), "%q is taken by listener %q", admin, fc.Listeners[i].Name)
 			}
 		}
 	}
-	return nil
 }
 
 // validateTables checks what doesn't belong to a listener.
-func (fc *fileConfig) validateTables(d *document) error {
-	if err := oneOf(d, path("log", "level"), fc.Log.Level, logLevels...); err != nil {
-		return err
-	}
-	if err := oneOf(d, path("log", "format"), fc.Log.Format, logFormats...); err != nil {
-		return err
-	}
+func (fc *fileConfig) validateTables(d *document) {
+	oneOf(d, path("log", "level"), fc.Log.Level, logLevels...)
+	oneOf(d, path("log", "format"), fc.Log.Format, logFormats...)
 	if admin := fc.Admin.Listen; strings.HasPrefix(admin, "unix:") {
 		file := strings.TrimPrefix(admin, "unix:")
 		if !strings.HasPrefix(file, "/") || len(file) > maxUnixPath || strings.ContainsRune(file, 0) {
-			return d.errorf(path("admin", "listen"), "%q: want unix: and an absolute path of at most %d bytes", admin, maxUnixPath)
+			d.errorf(path("admin", "listen"), "%q: want unix: and an absolute path of at most %d bytes", admin, maxUnixPath)
 		}
 	} else if admin != "" {
 		if _, err := parseListen(admin); err != nil {
-			return d.errorf(path("admin", "listen"), `%v, or "unix:/path", or "" for none`, err)
+			d.errorf(path("admin", "listen"), `%v, or "unix:/path", or "" for none`, err)
 		}
 	}
 	b := &fc.Bypass
 	if b.Cgroup != "" && (!strings.HasPrefix(b.Cgroup, "/") || strings.ContainsRune(b.Cgroup, 0)) {
-		return d.errorf(path("bypass", "cgroup"), `%q: want the absolute path of a cgroup2 directory, or "" for the root`, b.Cgroup)
+		d.errorf(path("bypass", "cgroup"), `%q: want the absolute path of a cgroup2 directory, or "" for the root`, b.Cgroup)
 	}
-	if err := oneOf(d, path("bypass", "verdict"), b.Verdict, verdicts...); err != nil {
-		return err
-	}
+	oneOf(d, path("bypass", "verdict"), b.Verdict, verdicts...)
 	if b.Window < minWindow || b.Window > maxWindow {
-		return d.errorf(path("bypass", "window"), "%v is out of range: want %v to %v", b.Window, size(minWindow), size(maxWindow))
+		d.errorf(path("bypass", "window"), "%v is out of range: want %v to %v", b.Window, size(minWindow), size(maxWindow))
 	}
 	if q := size(b.QueueLimit); q != 0 && (q < minQueueLimit || q > maxQueueLimit) {
-		return d.errorf(path("bypass", "queue_limit"), `%v is out of range: want "auto", or %v to %v`, q, size(minQueueLimit), size(maxQueueLimit))
+		d.errorf(path("bypass", "queue_limit"), `%v is out of range: want "auto", or %v to %v`, q, size(minQueueLimit), size(maxQueueLimit))
 	}
-	return within(d, path("bypass", "max_sockets"), b.MaxSockets, minMaxSockets, maxMaxSockets)
+	within(d, path("bypass", "max_sockets"), b.MaxSockets, minMaxSockets, maxMaxSockets)
 }
 
 var (
@@ -123,31 +111,26 @@ var (
 	logFormats  = []string{"auto", "console", "json"}
 )
 
-// validate checks one listener and returns its address.
-func (l *listenerTable) validate(d *document, p keyPath) (netip.AddrPort, error) {
-	none := netip.AddrPort{}
+// validate checks one listener and returns its address, which is invalid where
+// there is none.
+func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 	if l.Listen == "" {
-		return none, d.errorf(p.with("listen"), `missing: want an address, such as "127.0.0.1:7000"`)
-	}
-	addr, err := parseListen(l.Listen)
-	if err != nil {
-		return none, d.errorf(p.with("listen"), "%v", err)
+		d.missing(p.with("listen"), `want an address, such as "127.0.0.1:7000"`)
+	} else if a, err := parseListen(l.Listen); err != nil {
+		d.errorf(p.with("listen"), "%v", err)
+	} else {
+		addr = a
 	}
 	if len(l.Name) > maxName || strings.ContainsFunc(l.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		return none, d.errorf(p.with("name"), "%q: want at most %d printable characters", l.Name, maxName)
+		d.errorf(p.with("name"), "%q: want at most %d printable characters", l.Name, maxName)
 	}
 	if l.Upstream == "" {
-		return none, d.errorf(p.with("upstream"), `missing: want host:port, such as "127.0.0.1:8000"`)
+		d.missing(p.with("upstream"), `want host:port, such as "127.0.0.1:8000"`)
+	} else if err := checkUpstream(l.Upstream); err != nil {
+		d.errorf(p.with("upstream"), "%v", err)
 	}
-	if err := checkUpstream(l.Upstream); err != nil {
-		return none, d.errorf(p.with("upstream"), "%v", err)
-	}
-	if err := oneOf(d, p.with("bypass"), l.Bypass, bypassModes...); err != nil {
-		return none, err
-	}
-	if err := within(d, p.with("max_connections"), l.MaxConnections, 0, maxMaxConnections); err != nil {
-		return none, err
-	}
+	oneOf(d, p.with("bypass"), l.Bypass, bypassModes...)
+	within(d, p.with("max_connections"), l.MaxConnections, 0, maxMaxConnections)
 	for _, t := range []struct {
 		key      string
 		value    time.Duration
@@ -159,35 +142,36 @@ func (l *listenerTable) validate(d *document, p keyPath) (netip.AddrPort, error)
 		{"drain_timeout", l.DrainTimeout, 0, maxDuration},
 	} {
 		if t.value < t.min || t.value > t.max {
-			return none, d.errorf(p.with(t.key), "%v is out of range: want %v to %v", t.value, t.min, t.max)
+			d.errorf(p.with(t.key), "%v is out of range: want %v to %v", t.value, t.min, t.max)
 		}
 	}
 	k := p.with("keepalive")
 	if v := l.KeepAlive.Idle; v != 0 && (v < time.Second || v > maxKeepAlive) {
-		return none, d.errorf(k.with("idle"), "%v is out of range: want 1s to %v, or 0s for no keepalive", v, maxKeepAlive)
+		d.errorf(k.with("idle"), "%v is out of range: want 1s to %v, or 0s for no keepalive", v, maxKeepAlive)
 	}
 	if v := l.KeepAlive.Interval; v < time.Second || v > maxKeepAlive {
-		return none, d.errorf(k.with("interval"), "%v is out of range: want 1s to %v", v, maxKeepAlive)
+		d.errorf(k.with("interval"), "%v is out of range: want 1s to %v", v, maxKeepAlive)
 	}
-	return addr, within(d, k.with("count"), l.KeepAlive.Count, 1, maxKeepAliveCount)
+	within(d, k.with("count"), l.KeepAlive.Count, 1, maxKeepAliveCount)
+	return addr
 }
 
-func oneOf(d *document, p keyPath, value string, allowed ...string) error {
+// oneOf and within note a value that isn't allowed.
+func oneOf(d *document, p keyPath, value string, allowed ...string) {
 	if slices.Contains(allowed, value) {
-		return nil
+		return
 	}
 	hint := ""
 	if near := nearest(strings.ToLower(value), allowed); near != "" {
 		hint = fmt.Sprintf("; did you mean %q?", near)
 	}
-	return d.errorf(p, "unknown value %q: want one of %s%s", value, strings.Join(allowed, ", "), hint)
+	d.errorf(p, "unknown value %q: want one of %s%s", value, strings.Join(allowed, ", "), hint)
 }
 
-func within(d *document, p keyPath, value, low, high int) error {
+func within(d *document, p keyPath, value, low, high int) {
 	if value < low || value > high {
-		return d.errorf(p, "%d is out of range: want %d to %d", value, low, high)
+		d.errorf(p, "%d is out of range: want %d to %d", value, low, high)
 	}
-	return nil
 }
 
 const listenForm = `want an address and a port, such as "127.0.0.1:7000", "[::1]:7000" or ":7000" for all addresses`
