@@ -275,6 +275,10 @@ func (w *walker) value(p keyPath, from any, to reflect.Value) {
 			w.table(p, t, to)
 		}
 	case reflect.Slice:
+		if to.Type().Elem().Kind() == reflect.String {
+			w.strings(p, from, to)
+			return
+		}
 		var list []map[string]any
 		want = fmt.Sprintf("an array of tables, each written [[%s]]", p)
 		if list, ok = arrayOfTables(from); ok {
@@ -292,6 +296,30 @@ func (w *walker) value(p keyPath, from any, to reflect.Value) {
 	if !ok {
 		w.errorf(p, "want %s, not %s", want, typeName(from))
 	}
+}
+
+// strings takes an array of strings; an empty one is like none.
+func (w *walker) strings(p keyPath, from any, to reflect.Value) {
+	const want = `an array of strings, such as ["a", "b"]`
+	list, ok := from.([]any)
+	if !ok {
+		hint := ""
+		if s, isString := from.(string); isString {
+			hint = fmt.Sprintf("; did you mean [%q]?", s)
+		}
+		w.errorf(p, "want %s, not %s%s", want, typeName(from), hint)
+		return
+	}
+	var all []string
+	for _, e := range list {
+		s, ok := e.(string)
+		if !ok {
+			w.errorf(p, "want %s, not one with %s", want, typeName(e))
+			return
+		}
+		all = append(all, s)
+	}
+	to.Set(reflect.ValueOf(all))
 }
 
 func (w *walker) duration(p keyPath, from any, to reflect.Value) {
