@@ -213,7 +213,7 @@ func TestConfigErrorsNameTheField(t *testing.T) {
 		"used twice":      func(c *Config) { c.Listeners = append(c.Listeners, c.Listeners[0]) },
 		"listen":          func(c *Config) { c.Listeners[0].Listen = "127.0.0.1" },
 		"upstream":        func(c *Config) { c.Listeners[0].Upstream = ":80" },
-		"no such port":    func(c *Config) { c.Listeners[0].Upstream = "h:0" },
+		"want a number":   func(c *Config) { c.Listeners[0].Upstream = "h:0" },
 		"bypass":          func(c *Config) { c.Listeners[0].Bypass = "maybe" },
 		"max_connections": func(c *Config) { c.Listeners[0].MaxConnections = -1 },
 		"dial_timeout":    func(c *Config) { c.Listeners[0].DialTimeout = 0 },

@@ -47,7 +47,7 @@ type Listener struct {
 	Name string
 	// Listen is the TCP address: "127.0.0.1:7000", "[::1]:7000", ":7000" or "[::]:7000" (both dual stack).
 	Listen string
-	// Upstream is host:port; a name is resolved for each connection, and every address is tried.
+	// Upstream is what ParseUpstream takes; a name is resolved for each connection, and every address is tried.
 	Upstream string
 	// Bypass: see BypassMode.
 	Bypass BypassMode

@@ -247,11 +247,7 @@ func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, error)
 		}
 		return up, nil
 	}
-	up, err := l.dial(ctx, control)
-	if err != nil { // and no Stream that holds a nil
-		return nil, err
-	}
-	return up, nil
+	return l.dial(ctx, control)
 }
 
 // abandon ends a connection whose directions never started.

@@ -14,7 +14,7 @@ import (
 
 // Kinds of failed dials, label values of shunt_dial_errors_total.
 const (
-	dialRefused  = "refused"  // the last address refused, or reset at once
+	dialRefused  = "refused"  // the last address refused, or reset at once, or is a UNIX socket that isn't there
 	dialTimeout  = "timeout"  // dial_timeout passed
 	dialNoRoute  = "no-route" // no route, or the network says unreachable
 	dialResolve  = "resolve"  // the name has no address
@@ -59,7 +59,7 @@ func dialKind(err error) string {
 		return dialResolve
 	case errors.As(err, &addr):
 		return dialResolve
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ECONNRESET):
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.ENOENT):
 		return dialRefused
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
 		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN):
@@ -81,7 +81,7 @@ func isLimit(err error) bool {
 // dial connects to the listener's upstream: it resolves the name, then tries
 // every address in order, one at a time since control is for one socket at a
 // time. A lack of descriptors is waited out. All of it within dial_timeout.
-func (l *listener) dial(ctx context.Context, control ControlFunc) (*net.TCPConn, error) {
+func (l *listener) dial(ctx context.Context, control ControlFunc) (Stream, error) {
 	ctx, cancel := context.WithTimeout(ctx, l.cfg.DialTimeout)
 	defer cancel()
 	for wait := 5 * time.Millisecond; ; wait = min(2*wait, 250*time.Millisecond) {
@@ -102,22 +102,19 @@ func (l *listener) dial(ctx context.Context, control ControlFunc) (*net.TCPConn,
 	}
 }
 
-func (l *listener) dialOnce(ctx context.Context, control ControlFunc) (*net.TCPConn, error) {
+func (l *listener) dialOnce(ctx context.Context, control ControlFunc) (Stream, error) {
 	addrs, err := l.resolve(ctx)
 	if err != nil {
-		return nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.cfg.Upstream, err)}
+		return nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.upstream, err)}
 	}
-	d := net.Dialer{Control: control, FallbackDelay: -1}
-	d.SetMultipathTCP(false)
-	l.cfg.KeepAlive.apply(&d.KeepAlive, &d.KeepAliveConfig)
 	var last *dialError
 	for i, a := range addrs {
 		end, _ := ctx.Deadline()
 		left := time.Until(end)
-		d.Timeout = max(left/time.Duration(len(addrs)-i), min(minDialShare, left))
-		c, err := d.DialContext(ctx, "tcp", a.String())
+		share := max(left/time.Duration(len(addrs)-i), min(minDialShare, left))
+		up, err := l.dialAddress(ctx, a, share, control)
 		if err == nil {
-			return c.(*net.TCPConn), nil
+			return up, nil
 		}
 		// net hides the context's own error behind one of its kind.
 		if ctx.Err() != nil {
@@ -132,28 +129,21 @@ func (l *listener) dialOnce(ctx context.Context, control ControlFunc) (*net.TCPC
 }
 
 // resolve returns the upstream's addresses, at least one.
-func (l *listener) resolve(ctx context.Context) ([]netip.AddrPort, error) {
-	if a, err := netip.ParseAddrPort(l.cfg.Upstream); err == nil {
-		return []netip.AddrPort{a}, nil
+func (l *listener) resolve(ctx context.Context) ([]address, error) {
+	u := l.upstream
+	if u.kind == upstreamFixed {
+		return []address{u.addr}, nil
 	}
-	host, service, err := net.SplitHostPort(l.cfg.Upstream)
-	if err != nil {
-		return nil, err
-	}
-	port, err := l.srv.resolver.LookupPort(ctx, "tcp", service)
-	if err != nil {
-		return nil, err
-	}
-	ips, err := l.srv.resolver.LookupNetIP(ctx, "ip", host)
+	ips, err := l.srv.resolver.LookupNetIP(ctx, "ip", u.host)
 	if err != nil {
 		return nil, err
 	}
 	if len(ips) == 0 {
-		return nil, &net.DNSError{Err: "no address", Name: host, IsNotFound: true}
+		return nil, &net.DNSError{Err: "no address", Name: u.host, IsNotFound: true}
 	}
-	addrs := make([]netip.AddrPort, 0, len(ips))
+	addrs := make([]address, 0, len(ips))
 	for _, ip := range ips {
-		addrs = append(addrs, netip.AddrPortFrom(ip.Unmap(), uint16(port)))
+		addrs = append(addrs, address{tcp: netip.AddrPortFrom(ip.Unmap(), u.port)})
 	}
 	return addrs, nil
 }

@@ -22,6 +22,7 @@ type listener struct {
 	log      zerolog.Logger
 	ln       atomic.Pointer[net.Listener]
 	withdraw func()
+	upstream Upstream      // without a DialFunc
 	noBypass splice.Reason // why no connection is bypassed, or empty
 	slots    slots
 	limitLog rate
@@ -45,6 +46,9 @@ func newListener(s *Server, cfg Listener) *listener {
 		srv: s, cfg: cfg, closing: make(chan struct{}),
 		log: s.log.With().Str("listener", cfg.Name).Logger(),
 	}
+	if cfg.DialFunc == nil {
+		l.upstream, _ = ParseUpstream(cfg.Upstream) // Validate has seen the error
+	}
 	l.past.declined = map[splice.Reason]uint64{}
 	l.past.dialErrors = map[string]uint64{}
 	l.past.ends = map[string]uint64{}
@@ -53,6 +57,8 @@ func newListener(s *Server, cfg Listener) *listener {
 		l.noBypass = splice.ReasonOff
 	case cfg.NoBypass != "":
 		l.noBypass = cfg.NoBypass
+	case l.upstream.IsUnix():
+		l.noBypass = splice.ReasonUnix
 	case s.bypass == nil:
 		l.noBypass = splice.ReasonUnsupported
 	case s.cfg.FIONREADWrong && cfg.Bypass == BypassAuto:

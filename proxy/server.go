@@ -101,8 +101,8 @@ func (l Listener) validate() error {
 		}
 	}
 	if l.DialFunc == nil {
-		if err := l.validateUpstream(); err != nil {
-			return err
+		if _, err := ParseUpstream(l.Upstream); err != nil {
+			return fmt.Errorf("upstream: %w", err)
 		}
 	}
 	if l.BufferSize < 0 {
@@ -132,20 +132,6 @@ func (l Listener) validate() error {
 	}
 	if k := l.KeepAlive; k.Idle > 0 && (k.Interval <= 0 || k.Count <= 0) {
 		return errors.New("keepalive: interval and count must be positive")
-	}
-	return nil
-}
-
-func (l Listener) validateUpstream() error {
-	host, port, err := net.SplitHostPort(l.Upstream)
-	if err != nil {
-		return fmt.Errorf("upstream: %w", err)
-	}
-	if host == "" {
-		return fmt.Errorf("upstream %q: no host", l.Upstream)
-	}
-	if n, err := net.LookupPort("tcp", port); err != nil || n == 0 {
-		return fmt.Errorf("upstream %q: no such port", l.Upstream)
 	}
 	return nil
 }

@@ -126,7 +126,7 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 	}
 	if l.Upstream == "" {
 		d.missing(p.with("upstream"), `want host:port, such as "127.0.0.1:8000"`)
-	} else if err := checkUpstream(l.Upstream); err != nil {
+	} else if _, err := proxy.ParseUpstream(l.Upstream); err != nil {
 		d.errorf(p.with("upstream"), "%v", err)
 	}
 	oneOf(d, p.with("bypass"), l.Bypass, bypassModes...)
@@ -196,21 +196,6 @@ func parseListen(s string) (netip.AddrPort, error) {
 		return netip.AddrPort{}, fmt.Errorf("%q: %q is not an IP address: %s", s, host, listenForm)
 	}
 	return netip.AddrPortFrom(ip.Unmap(), uint16(n)), nil
-}
-
-// checkUpstream checks the form of host:port; the host is resolved for each
-// connection.
-func checkUpstream(s string) error {
-	host, port, err := net.SplitHostPort(s)
-	if err != nil || host == "" || strings.ContainsFunc(host, func(r rune) bool {
-		return unicode.IsSpace(r) || !unicode.IsPrint(r) || strings.ContainsRune("/@[]?#", r)
-	}) {
-		return fmt.Errorf(`%q: want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432"`, s)
-	}
-	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
-		return fmt.Errorf("%q: port %q: want a number from 1 to %d", s, port, math.MaxUint16)
-	}
-	return nil
 }
 
 // overlap says whether one of two listeners would find its address in use.

@@ -1,0 +1,112 @@
+package proxy
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+)
+
+// upstreamKind is what an Upstream's text stands for.
+type upstreamKind uint8
+
+const (
+	upstreamFixed upstreamKind = iota // one address
+	upstreamName                      // a host name and a port
+)
+
+// Upstream is a configured upstream: something that stands for addresses.
+type Upstream struct {
+	text string
+	kind upstreamKind
+	addr address // of upstreamFixed
+	host string  // the name to look up
+	port uint16  // of upstreamName
+}
+
+const (
+	// maxUnixPath is what sockaddr_un holds beside a zero.
+	maxUnixPath = 107
+	// maxHost is the longest name that DNS can say.
+	maxHost = 253
+
+	upstreamForm = `want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path" or "unix:@name"`
+)
+
+// ParseUpstream reads host:port, unix:/path, or unix:@name (an abstract socket).
+func ParseUpstream(s string) (Upstream, error) {
+	u := Upstream{text: s}
+	if path, ok := strings.CutPrefix(s, "unix:"); ok {
+		if len(path) < 2 || path[0] != '/' && path[0] != '@' || len(path) > maxUnixPath || strings.ContainsRune(path, 0) {
+			return u, fmt.Errorf("%q: want unix: and an absolute path, or @ and a name, of at most %d bytes", s, maxUnixPath)
+		}
+		u.addr = address{unix: path}
+		return u, nil
+	}
+	host, port, err := net.SplitHostPort(s)
+	if err != nil || !isHost(host) {
+		return u, fmt.Errorf("%q: %s", s, upstreamForm)
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil || n == 0 {
+		return u, fmt.Errorf("%q: port %q: want a number from 1 to %d", s, port, math.MaxUint16)
+	}
+	if ip, err := netip.ParseAddr(host); err == nil {
+		u.addr = address{tcp: netip.AddrPortFrom(ip.Unmap(), uint16(n))}
+		return u, nil
+	}
+	u.kind, u.host, u.port = upstreamName, host, uint16(n)
+	return u, nil
+}
+
+// isHost says that s can be a name or an IP address. Names are not held to what DNS allows:
+// /etc/hosts may know them.
+func isHost(s string) bool {
+	return s != "" && len(s) <= maxHost && !strings.ContainsFunc(s, func(r rune) bool {
+		return unicode.IsSpace(r) || !unicode.IsPrint(r) || strings.ContainsRune("/@[]?#", r)
+	})
+}
+
+// String returns the text that u was read from.
+func (u Upstream) String() string { return u.text }
+
+// IsUnix says whether u is a UNIX socket.
+func (u Upstream) IsUnix() bool { return u.addr.unix != "" }
+
+// address is what one dial goes to: a TCP address, or a UNIX socket.
+type address struct {
+	tcp  netip.AddrPort
+	unix string // path, or @name
+}
+
+func (a address) String() string {
+	if a.unix != "" {
+		return "unix:" + a.unix
+	}
+	return a.tcp.String()
+}
+
+// dialAddress connects to a within timeout. control is for TCP only, and may be nil.
+func (l *listener) dialAddress(ctx context.Context, a address, timeout time.Duration, control ControlFunc) (Stream, error) {
+	d := net.Dialer{Timeout: timeout}
+	if a.unix != "" {
+		c, err := d.DialContext(ctx, "unix", a.unix)
+		if err != nil {
+			return nil, err
+		}
+		return c.(*net.UnixConn), nil
+	}
+	d.Control, d.FallbackDelay = control, -1
+	d.SetMultipathTCP(false)
+	l.cfg.KeepAlive.apply(&d.KeepAlive, &d.KeepAliveConfig)
+	c, err := d.DialContext(ctx, "tcp", a.tcp.String())
+	if err != nil {
+		return nil, err
+	}
+	return c.(*net.TCPConn), nil
+}
