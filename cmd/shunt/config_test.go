@@ -280,7 +280,7 @@ func TestEveryMistakeIsTold(t *testing.T) {
 		{"[log]\nlevl = \"info\"\n[[listener]]\nlisten = 7\nupstream = \"a\"\ndial_timeout = \"0s\"\nkeepalive = { count = 0, idle = \"1ms\" }\n[bypass]\nwindow = 1\n",
 			`f:2: log.levl: unknown key; did you mean "level"?
 f:4: listener 1: listen: want a string in quotes, not the number 7
-f:5: listener 1: upstream: "a": want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432"
+f:5: listener 1: upstream: "a": want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path" or "unix:@name"
 f:6: listener 1: dial_timeout: 0s is out of range: want 1ms to 8760h0m0s
 f:7: listener 1: keepalive.idle: 1ms is out of range: want 1s to 9h6m7s, or 0s for no keepalive
 f:7: listener 1: keepalive.count: 0 is out of range: want 1 to 127
