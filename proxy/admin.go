@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -23,10 +24,11 @@ type admin struct {
 	addr string
 	path string // of the UNIX socket, if it is one
 	made os.FileInfo
+	ln   net.Listener
 	http *http.Server
 }
 
-// openAdmin listens and serves.
+// openAdmin listens; serve answers.
 func openAdmin(s *Server) (*admin, error) {
 	a := &admin{}
 	var ln net.Listener
@@ -63,10 +65,32 @@ func openAdmin(s *Server) (*admin, error) {
 		json.NewEncoder(w).Encode(s.Connections())
 	})
 	a.http = &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, WriteTimeout: time.Minute, IdleTimeout: time.Minute}
-	go a.http.Serve(ln)
+	a.ln = ln
+	if why := a.exposed(); why != "" {
+		s.log.Warn().Str("addr", a.addr).Str("reason", why).Msg("the admin endpoint has no authentication")
+	}
 	s.log.Info().Str("addr", a.addr).Msg("admin endpoint up")
 	return a, nil
 }
+
+// exposed says how others than the user who started this process reach the
+// endpoint, or come to stand in its place.
+func (a *admin) exposed() string {
+	if t, ok := a.ln.Addr().(*net.TCPAddr); ok {
+		if !t.IP.IsLoopback() {
+			return "it can be reached from other hosts"
+		}
+		return ""
+	}
+	dir := filepath.Dir(a.path)
+	fi, err := os.Stat(dir)
+	if err == nil && fi.Mode()&0o002 != 0 && fi.Mode()&os.ModeSticky == 0 {
+		return "everybody can put another socket in its place: " + dir + " is writable for all"
+	}
+	return ""
+}
+
+func (a *admin) serve() { go a.http.Serve(a.ln) }
 
 // listenUnix listens at path, mode 0600. A socket that nobody answers on is
 // a dead process's and is replaced.
@@ -114,6 +138,7 @@ func (a *admin) close() {
 	if err := a.http.Shutdown(ctx); errors.Is(err, context.DeadlineExceeded) {
 		a.http.Close()
 	}
+	a.ln.Close() // where it was never served
 }
 
 // Connection is a live connection, as /connections shows it.

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"net"
 	"net/http"
@@ -247,6 +248,63 @@ func TestDualStackUnmapsAddresses(t *testing.T) {
 		r.accept().Close()
 		if got := r.srv.Connections(); len(got) > 0 && got[len(got)-1].Down.Remote != c.LocalAddr().String() {
 			t.Errorf("client shown as %s, is %s", got[len(got)-1].Down.Remote, c.LocalAddr())
+		}
+	}
+}
+
+func TestExposedAdminEndpointIsWarnedAbout(t *testing.T) {
+	open := t.TempDir()
+	if err := os.Chmod(open, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct{ listen, word string }{
+		{"127.0.0.1:0", ""},
+		{"0.0.0.0:0", "other hosts"},
+		{":0", "other hosts"},
+		{"unix:" + filepath.Join(t.TempDir(), "a"), ""},
+		{"unix:" + filepath.Join(open, "a"), "writable for all"},
+	} {
+		t.Run(c.listen, func(t *testing.T) {
+			r := newRig(t, nil, func(cfg *Config) { cfg.Admin = c.listen })
+			if warned := strings.Contains(r.log.String(), "no authentication"); warned != (c.word != "") || !strings.Contains(r.log.String(), c.word) {
+				t.Errorf("warned: %v, want %q\n%s", warned, c.word, r.log.String())
+			}
+		})
+	}
+}
+
+func TestOpenedComesBeforeAnythingIsServed(t *testing.T) {
+	// An error of it ends the start, and closes everything.
+	fault := errors.New("fault")
+	l := DefaultListener()
+	l.Name, l.Listen, l.Upstream = "web", "127.0.0.1:0", "127.0.0.1:1"
+	var s *Server
+	var addrs []string
+	s, err := New(Config{Listeners: []Listener{l}, Admin: "127.0.0.1:0", Opened: func() error {
+		addrs = append(addrs, s.Addrs()[0].Addr.String(), s.AdminAddr())
+		for _, a := range addrs {
+			c, err := net.Dial("tcp", a)
+			if err != nil {
+				t.Errorf("%s is not open: %v", a, err)
+				continue
+			}
+			defer c.Close()
+		}
+		return fault
+	}}, nil, zerolog.Nop())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Start(); !errors.Is(err, fault) {
+		t.Errorf("start: %v", err)
+	}
+	if len(addrs) != 2 {
+		t.Fatal("not called once")
+	}
+	for _, a := range addrs {
+		if c, err := net.Dial("tcp", a); err == nil {
+			c.Close()
+			t.Errorf("%s is still open", a)
 		}
 	}
 }

@@ -176,6 +176,14 @@ func (s *Server) Start() (err error) {
 		}
 	}
 	s.share(files)
+	if s.cfg.Opened != nil {
+		if err := s.cfg.Opened(); err != nil {
+			return err
+		}
+	}
+	if s.admin != nil {
+		s.admin.serve()
+	}
 	for _, l := range s.listeners {
 		go l.accept()
 	}

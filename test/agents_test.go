@@ -4,11 +4,13 @@ package test
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -278,36 +280,54 @@ func trySetULP(t *testing.T, c *net.TCPConn) error {
 	})
 }
 
+const (
+	capNetAdmin = uintptr(unix.CAP_NET_ADMIN)
+	capSysAdmin = uintptr(unix.CAP_SYS_ADMIN)
+	capPerfmon  = uintptr(unix.CAP_PERFMON)
+	capBPF      = uintptr(unix.CAP_BPF)
+)
+
 func TestMissingPrivilegesMeanCopying(t *testing.T) {
-	// Each set of capabilities: shunt runs, serves, and says what is missing.
+	// Each set of capabilities: shunt runs, serves, and says what is missing,
+	// in its log and as a probe.
 	if testing.Short() {
 		t.Skip("end-to-end test, not run with -short")
 	}
 	NeedRoot(t)
-	const bpf, netAdmin, perfmon = 39, 12, 38
+	if b, err := os.ReadFile("/proc/sys/kernel/unprivileged_bpf_disabled"); err == nil {
+		t.Logf("kernel.unprivileged_bpf_disabled is %s", b)
+	}
+	bin, err := Build()
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := map[uintptr]string{capBPF: "CAP_BPF", capNetAdmin: "CAP_NET_ADMIN", capPerfmon: "CAP_PERFMON"}
 	for _, c := range []struct {
-		name string
-		caps []uintptr
-		word string // what the log must name
+		name    string
+		caps    []uintptr
+		missing []uintptr
 	}{
-		{"none", nil, "CAP_BPF"},
-		{"only CAP_BPF", []uintptr{bpf}, "CAP_NET_ADMIN"},
-		{"only CAP_NET_ADMIN", []uintptr{netAdmin}, "CAP_BPF"},
-		{"CAP_BPF and CAP_NET_ADMIN", []uintptr{bpf, netAdmin}, "CAP_PERFMON"},
-		{"all three", []uintptr{bpf, netAdmin, perfmon}, ""},
+		{"none", nil, []uintptr{capBPF, capNetAdmin, capPerfmon}},
+		{"BPF", []uintptr{capBPF}, []uintptr{capNetAdmin, capPerfmon}},
+		{"NET_ADMIN", []uintptr{capNetAdmin}, []uintptr{capBPF, capPerfmon}},
+		{"PERFMON", []uintptr{capPerfmon}, []uintptr{capBPF, capNetAdmin}},
+		{"BPF and NET_ADMIN", []uintptr{capBPF, capNetAdmin}, []uintptr{capPerfmon}},
+		{"BPF and PERFMON", []uintptr{capBPF, capPerfmon}, []uintptr{capNetAdmin}},
+		{"NET_ADMIN and PERFMON", []uintptr{capNetAdmin, capPerfmon}, []uintptr{capBPF}},
+		{"SYS_ADMIN", []uintptr{capSysAdmin}, []uintptr{capNetAdmin}}, // it stands for the other two
+		{"all three", []uintptr{capBPF, capNetAdmin, capPerfmon}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
 			cfg := Configure(Off, fmt.Sprintf("127.0.0.1:%d", Port(t, nil)), Serve(t, echo).Addr)
 			cfg.Listeners[0].Bypass = "on"
-			if c.word == "" {
+			if c.missing == nil {
 				NeedBypass(t)
 			}
-			s := StartShunt(t, cfg, Launch{Attr: &syscall.SysProcAttr{
-				Credential:  &syscall.Credential{Uid: 65534, Gid: 65534},
-				AmbientCaps: c.caps,
-			}})
+			attr := &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}, AmbientCaps: c.caps}
+			s := StartShunt(t, cfg, Launch{Attr: attr})
 			f := &Front{Path: Off, Addr: cfg.Listeners[0].Listen, Shunt: s}
-			if c.word == "" {
+			if c.missing == nil {
 				f.Path = Every
 			}
 			for range 5 {
@@ -316,11 +336,30 @@ func TestMissingPrivilegesMeanCopying(t *testing.T) {
 				}
 			}
 			f.CheckPath(t, 100_000, 100_000, 0.5)
-			if c.word != "" {
+			if c.missing != nil {
 				f.CheckCopied(t, "unsupported", 5)
 			}
-			if out := s.Output(); !strings.Contains(out, c.word) {
-				t.Errorf("the log doesn't name %s", c.word)
+			cmd := exec.Command(bin, "probe")
+			cmd.SysProcAttr = attr
+			probe, err := cmd.CombinedOutput()
+			var exit *exec.ExitError
+			if err != nil && !errors.As(err, &exit) {
+				t.Fatal(err)
+			}
+			if want := map[bool]int{true: 0, false: 3}[c.missing == nil]; cmd.ProcessState.ExitCode() != want {
+				t.Errorf("shunt probe: exit code %d, want %d", cmd.ProcessState.ExitCode(), want)
+			}
+			for what, out := range map[string]string{"the log": s.Output(), "shunt probe": string(probe)} {
+				_, reason, ok := strings.Cut(out, "missing: ")
+				if ok != (c.missing != nil) {
+					t.Errorf("%s says that something is missing: %v\n%s", what, ok, out)
+				}
+				reason, _, _ = strings.Cut(reason, "(")
+				for bit, name := range names {
+					if want := slices.Contains(c.missing, bit); strings.Contains(reason, name) != want {
+						t.Errorf("%s names %s as missing: %v; want %v\n%s", what, name, !want, want, out)
+					}
+				}
 			}
 		})
 	}

@@ -51,5 +51,9 @@ func checkCommand(_ context.Context, c *command, args []string, s streams) int {
 		admin = "off"
 	}
 	fmt.Fprintf(s.out, "admin: %s\n", admin)
+	// Not an error: the file may be for another machine.
+	if _, err := fc.Process.identity(); err != nil {
+		fmt.Fprintf(s.err, "shunt %s: warning: %v\n", c.name, err)
+	}
 	return exitOK
 }

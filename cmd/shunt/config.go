@@ -15,6 +15,7 @@ import (
 // what decode.go knows.
 type fileConfig struct {
 	Log       logTable        `toml:"log"`
+	Process   processTable    `toml:"process"`
 	Admin     adminTable      `toml:"admin"`
 	Bypass    bypassTable     `toml:"bypass"`
 	Listeners []listenerTable `toml:"listener"`
@@ -24,6 +25,11 @@ type logTable struct {
 	Level  string `toml:"level"`
 	Format string `toml:"format"`
 	Access bool   `toml:"access"`
+}
+
+type processTable struct {
+	User  string `toml:"user"`
+	Group string `toml:"group"`
 }
 
 type adminTable struct {

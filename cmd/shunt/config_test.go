@@ -20,6 +20,9 @@ func TestConfigMapsEveryKey(t *testing.T) {
 level = "debug"
 format = "json"
 access = true
+[process]
+user = "nobody"
+group = "nogroup"
 [admin]
 listen = "127.0.0.1:9901"
 [bypass]
@@ -67,6 +70,9 @@ idle = "0s"
 	o := fc.spliceOptions()
 	if o.Cgroup != "/sys/fs/cgroup/a" || o.Verdict != splice.VerdictWindow || o.Window != 64<<10 || o.QueueLimit != 8<<20 || o.MaxSockets != 1000 {
 		t.Errorf("bypass options %+v", o)
+	}
+	if fc.Process != (processTable{"nobody", "nogroup"}) {
+		t.Errorf("process %+v", fc.Process)
 	}
 	if !fc.Bypass.Require || fc.Log != (logTable{"debug", "json", true}) {
 		t.Errorf("tables %+v %+v", fc.Bypass, fc.Log)
@@ -239,6 +245,11 @@ func TestBadConfigs(t *testing.T) {
 		{"[[listener]]\nlisten = \":1\"\nupstream = \"http://a:80\"\n", `upstream: "http://a:80": want host:port`},
 		{"[[listener]]\nlisten = \":1\"\nupstream = \"a b:80\"\n", `upstream: "a b:80": want host:port`},
 		{"[[listener]]\nlisten = \":1\"\nupstream = \"a:0\"\n", `upstream: "a:0": port "0": want a number from 1 to 65535`},
+		{"[process]\nuser = \"root\"\n", `f:2: process.user: "root": want an unprivileged one`},
+		{"[process]\nuser = \"a b\"\n", `f:2: process.user: "a b": want a name or a number`},
+		{"[process]\nuser = \"a\"\ngroup = \"0\"\n", `f:3: process.group: "0": want an unprivileged one`},
+		{"[process]\ngroup = \"a\"\n", `f:2: process.group: "a" without process.user`},
+		{"[process]\nuser = 1000\n", "f:2: process.user: want a string in quotes"},
 		{"[admin]\nlisten = \"9901\"\n", `f:2: admin.listen: "9901": want an address and a port`},
 		{"[admin]\nlisten = \"unix:admin.sock\"\n", `f:2: admin.listen: "unix:admin.sock": want unix: and an absolute path of at most 107 bytes`},
 		{"[admin]\nlisten = \"unix:/" + strings.Repeat("a", 107) + "\"\n", "want unix: and an absolute path of at most 107 bytes"},

@@ -30,7 +30,12 @@ func runCommand(ctx context.Context, c *command, args []string, s streams) int {
 		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
 		return exitUsage
 	}
-	if err := serve(ctx, fc, newLogger(fc.Log, s.err)); err != nil {
+	who, err := fc.Process.identity()
+	if err != nil {
+		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		return exitUsage
+	}
+	if err := serve(ctx, fc, who, newLogger(fc.Log, s.err)); err != nil {
 		return exitFailure
 	}
 	return exitOK
@@ -52,9 +57,10 @@ func (fc *fileConfig) checkCgroup() error {
 	return nil
 }
 
-// serve runs the proxy until a signal or the end of ctx, and drains it. It
-// logs the error that it returns.
-func serve(ctx context.Context, fc *fileConfig, log zerolog.Logger) (err error) {
+// serve runs the proxy until a signal or the end of ctx, and drains it; as
+// who, unless nil, from the moment on that everything is open. It logs the
+// error that it returns.
+func serve(ctx context.Context, fc *fileConfig, who *identity, log zerolog.Logger) (err error) {
 	log.Info().Str("version", versionString()).Int("pid", os.Getpid()).Msg("shunt starts")
 	defer func() {
 		if err != nil {
@@ -88,6 +94,14 @@ func serve(ctx context.Context, fc *fileConfig, log zerolog.Logger) (err error) 
 		bypass = proxy.Splice(kernel)
 	}
 
+	if who != nil {
+		cfg.Opened = func() error {
+			if err := dropPrivileges(who, log); err != nil {
+				return fmt.Errorf("drop privileges: %w", err)
+			}
+			return nil
+		}
+	}
 	server, err := proxy.New(cfg, bypass, log)
 	if err != nil {
 		return err

@@ -80,6 +80,7 @@ func (fc *fileConfig) validate(d *document) {
 func (fc *fileConfig) validateTables(d *document) {
 	oneOf(d, path("log", "level"), fc.Log.Level, logLevels...)
 	oneOf(d, path("log", "format"), fc.Log.Format, logFormats...)
+	fc.Process.validate(d)
 	if admin := fc.Admin.Listen; strings.HasPrefix(admin, "unix:") {
 		file := strings.TrimPrefix(admin, "unix:")
 		if !strings.HasPrefix(file, "/") || len(file) > maxUnixPath || strings.ContainsRune(file, 0) {

@@ -34,6 +34,16 @@ func WithBypass(key, value string) Option {
 	return func(s *setup) { s.cfg.Bypass[key] = value }
 }
 
+// WithProcess sets a key of the [process] table, with its value as TOML writes it.
+func WithProcess(key, value string) Option {
+	return func(s *setup) {
+		if s.cfg.Process == nil {
+			s.cfg.Process = map[string]string{}
+		}
+		s.cfg.Process[key] = value
+	}
+}
+
 // WithListener sets a key of the listener, with its value as TOML writes it.
 func WithListener(key, value string) Option {
 	return func(s *setup) { s.cfg.Listeners[0].Extra[key] = value }

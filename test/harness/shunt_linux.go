@@ -27,12 +27,12 @@ type Listener struct {
 	Extra map[string]string
 }
 
-// A Config is a generated configuration. The values of Bypass and Log are
-// written as TOML writes them.
+// A Config is a generated configuration. The values of Bypass, Log and
+// Process are written as TOML writes them.
 type Config struct {
-	Log, Bypass map[string]string
-	Admin       string
-	Listeners   []Listener
+	Log, Bypass, Process map[string]string
+	Admin                string
+	Listeners            []Listener
 }
 
 func (c *Config) toml() string {
@@ -46,6 +46,7 @@ func (c *Config) toml() string {
 	table("[log]", c.Log)
 	table("[admin]", map[string]string{"listen": fmt.Sprintf("%q", c.Admin)})
 	table("[bypass]", c.Bypass)
+	table("[process]", c.Process)
 	for _, l := range c.Listeners {
 		table("[[listener]]", map[string]string{
 			"name": fmt.Sprintf("%q", l.Name), "listen": fmt.Sprintf("%q", l.Listen),
@@ -320,7 +321,8 @@ func StartShunt(t testing.TB, cfg Config, l Launch) *Shunt {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	if err := os.Chmod(dir, 0o777); err != nil {
+	// For whoever shunt runs as; sticky, as a folder for a socket should be.
+	if err := os.Chmod(dir, 0o777|os.ModeSticky); err != nil {
 		t.Fatal(err)
 	}
 	s, err := NewShunt(dir, cfg, l)
