@@ -53,6 +53,14 @@ type Listener struct {
 	Bypass BypassMode
 	// MaxConnections is the most live connections; 0 derives it from RLIMIT_NOFILE.
 	MaxConnections int
+	// Allow, unless empty, is who may connect: nobody else. Deny is who may not, though Allow has them. The addresses
+	// are those of the TCP peers, v4-mapped ones unmapped.
+	Allow, Deny []Network
+	// MaxConnectionsPerSource is the most live connections of one source; 0: no limit. A source is an IPv4 address, the /64
+	// of a public IPv6 address, or another IPv6 address.
+	MaxConnectionsPerSource int
+	// SourceRate bounds how fast one source may connect.
+	SourceRate SourceRate
 	// DialTimeout bounds name resolution and connecting, over all addresses together.
 	DialTimeout time.Duration
 	// IdleTimeout ends a connection on which nothing moved in either direction; 0: none.
@@ -72,7 +80,7 @@ type Listener struct {
 	DialFunc DialFunc
 	// NoBypass, unless empty, is why none of its connections can be bypassed.
 	NoBypass splice.Reason
-	// Admit, unless nil, is called for each accepted connection before anything else; an error closes it.
+	// Admit, unless nil, is called for each accepted connection before anything else; an error refuses it, as Deny does.
 	Admit func(down Stream) error
 	// Once closes the listening socket after the first connection that was admitted.
 	Once bool
@@ -108,6 +116,8 @@ type Config struct {
 	Listeners []Listener
 	// Admin is the admin endpoint's address, "host:port" or "unix:/path"; empty: none.
 	Admin string
+	// MaxConnections is the most live connections of all listeners together: beyond it, peers are refused; 0: no limit.
+	MaxConnections int
 	// AccessLog writes one line for each connection at its close.
 	AccessLog bool
 	// BypassUnsupported says, where the Server has no Bypass, why not; it is shown in logs and on the admin endpoint.

@@ -25,8 +25,10 @@ type listener struct {
 	upstream Upstream      // without a DialFunc
 	noBypass splice.Reason // why no connection is bypassed, or empty
 	slots    slots
+	gate     *gate
 	limitLog rate
 	dialLog  rate
+	refused  map[string]*refused
 	closing  chan struct{}
 	closed   sync.Once
 	loop     chan struct{} // closed when accept has returned; nil before
@@ -44,7 +46,11 @@ type listener struct {
 func newListener(s *Server, cfg Listener) *listener {
 	l := &listener{
 		srv: s, cfg: cfg, closing: make(chan struct{}),
-		log: s.log.With().Str("listener", cfg.Name).Logger(),
+		log:  s.log.With().Str("listener", cfg.Name).Logger(),
+		gate: newGate(&cfg), refused: map[string]*refused{},
+	}
+	for _, r := range refusals {
+		l.refused[r] = &refused{}
 	}
 	if cfg.DialFunc == nil {
 		l.upstream, _ = ParseUpstream(cfg.Upstream) // Validate has seen the error
@@ -160,22 +166,15 @@ func (l *listener) accept() {
 		if err == nil {
 			wait = 0
 			down := s.(Stream) // as ListenFunc promises
-			if l.cfg.Admit != nil {
-				if err := l.cfg.Admit(down); err != nil {
-					l.log.Debug().Err(err).Str("down", addrString(s.RemoteAddr())).Msg("connection not admitted")
-					if l.cfg.QuietEnds {
-						go quietClose(down)
-					} else {
-						reset(down)
-					}
-					<-l.slots
-					continue
-				}
+			c := l.admit(down)
+			if c == nil {
+				<-l.slots
+				continue
 			}
 			if l.cfg.Once {
 				ln.Close()
 			}
-			go l.add(down).serve()
+			go c.serve()
 			if l.cfg.Once {
 				return
 			}
@@ -203,13 +202,61 @@ func (l *listener) accept() {
 	}
 }
 
-// add makes an accepted socket a connection.
+// admit makes an accepted socket a connection; nil: the peer is refused, and closed.
+func (l *listener) admit(down Stream) *conn {
+	if admit := l.cfg.Admit; admit != nil {
+		if err := admit(down); err != nil {
+			l.refuse(down, refusedACL, err)
+			return nil
+		}
+	}
+	if why := l.gate.enter(down); why != "" {
+		l.refuse(down, why, nil)
+		return nil
+	}
+	c := l.add(down)
+	if c == nil {
+		l.gate.leave(down)
+		l.refuse(down, refusedLimit, nil)
+	}
+	return c
+}
+
+// refused counts and logs the peers that are refused for one reason.
+type refused struct {
+	count atomic.Uint64
+	log   rate
+}
+
+// refuse closes a peer that is no connection. Nothing of it is left: a client's
+// socket that the bypass has enrolled is dropped by it when nobody claims it.
+func (l *listener) refuse(down Stream, why string, err error) {
+	r := l.refused[why]
+	r.count.Add(1)
+	if err != nil { // Admit has said it
+		l.log.Debug().Err(err).Str("down", addrString(down.RemoteAddr())).Msg("peer refused")
+	} else if n, ok := r.log.allow(); ok {
+		suppressed(l.log.Info(), n).Str("reason", why).Str("down", addrString(down.RemoteAddr())).Msg("peer refused")
+	}
+	if l.cfg.QuietEnds {
+		go quietClose(down)
+	} else {
+		reset(down)
+	}
+}
+
+// add makes an accepted socket a connection, unless there are too many.
 func (l *listener) add(down Stream) *conn {
 	s := l.srv
-	c := &conn{id: s.lastID.Add(1), l: l, start: time.Now()}
+	c := &conn{l: l, start: time.Now()}
 	c.legs[0].sock = down
-	s.live.Add(1)
 	s.mu.Lock()
+	if n := s.cfg.MaxConnections; n > 0 && len(s.conns) >= n {
+		s.mu.Unlock()
+		return nil
+	}
+	s.live.Add(1)
+	c.id = s.lastID.Add(1)
 	s.conns[c.id] = c
 	l.past.connections++
 	s.mu.Unlock()
@@ -232,6 +279,7 @@ func (l *listener) finished(c *conn) {
 		c.logAccess(n)
 	}
 	l.log.Debug().Uint64("conn", c.id).Str("cause", c.cause).Msg("connection closed")
+	l.gate.leave(c.down())
 	<-l.slots
 	if f := l.cfg.Trace.Closed; f != nil {
 		f(c.id, c.cause, c.err)

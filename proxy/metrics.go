@@ -18,7 +18,7 @@ type metrics struct {
 	mu   sync.Mutex
 	high []counts // by listener, the highest seen: counters never go back
 
-	connections, active, bytes, declined, runs, dialErrors, acceptErrors, waits, ends, bypass *prometheus.Desc
+	connections, active, bytes, declined, runs, dialErrors, acceptErrors, waits, ends, refused, bypass *prometheus.Desc
 }
 
 func newMetrics(s *Server) *metrics {
@@ -36,6 +36,7 @@ func newMetrics(s *Server) *metrics {
 		acceptErrors: desc("accept_errors_total", "Errors of accept."),
 		waits:        desc("queue_waits_total", "Waits for room in a bypassed receiver's queue.", "listener"),
 		ends:         desc("connections_ended_total", "Connections ended, by who ended them and how.", "listener", "cause"),
+		refused:      desc("refused_total", "Peers closed right after accept, by reason; they are no connections.", "listener", "reason"),
 		bypass:       desc("bypass_enabled", "Whether the listener's connections may be bypassed; if not, why.", "listener", "reason"),
 	}
 	m.registry.MustRegister(m, collectors.NewGoCollector(),
@@ -46,7 +47,7 @@ func newMetrics(s *Server) *metrics {
 // Describe implements prometheus.Collector.
 func (m *metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{m.connections, m.active, m.bytes, m.declined, m.runs,
-		m.dialErrors, m.acceptErrors, m.waits, m.ends, m.bypass} {
+		m.dialErrors, m.acceptErrors, m.waits, m.ends, m.refused, m.bypass} {
 		ch <- d
 	}
 }
@@ -111,6 +112,9 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		}
 		for _, c := range causes {
 			counter(m.ends, l.past.ends[c], name, c)
+		}
+		for _, r := range refusals {
+			counter(m.refused, l.refused[r].count.Load(), name, r)
 		}
 		on := 0.0
 		if l.noBypass == "" {

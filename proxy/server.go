@@ -79,6 +79,9 @@ func (c Config) Validate() error {
 			return fmt.Errorf("listener %q: %w", l.Name, err)
 		}
 	}
+	if c.MaxConnections < 0 {
+		return fmt.Errorf("max_connections %d: negative", c.MaxConnections)
+	}
 	if c.Admin != "" {
 		if path, ok := strings.CutPrefix(c.Admin, "unix:"); ok {
 			if path == "" {
@@ -115,6 +118,12 @@ func (l Listener) validate() error {
 	}
 	if l.MaxConnections < 0 {
 		return fmt.Errorf("max_connections %d: negative", l.MaxConnections)
+	}
+	if n := l.MaxConnectionsPerSource; n < 0 {
+		return fmt.Errorf("max_connections_per_source %d: negative", n)
+	}
+	if r := l.SourceRate; r.PerSecond < 0 || r.Burst < 0 || r.PerSecond == 0 && r.Burst > 0 {
+		return fmt.Errorf("source_rate %+v: a negative number, or a burst without a rate", r)
 	}
 	if l.DialTimeout <= 0 && l.DialFunc == nil {
 		return fmt.Errorf("dial_timeout %v: not positive", l.DialTimeout)
@@ -365,14 +374,22 @@ func (r *rate) allow() (skipped int, ok bool) {
 	return skipped, true
 }
 
+// suppressed adds how many lines like e were left out before it, if any.
+func suppressed(e *zerolog.Event, n int) *zerolog.Event {
+	if n > 0 {
+		e = e.Int("suppressed", n)
+	}
+	return e
+}
+
 func (s *Server) limitWarn(l *listener, msg string, err error) {
 	if n, ok := l.limitLog.allow(); ok {
-		l.log.Warn().Err(err).Int("skipped", n).Msg(msg)
+		suppressed(l.log.Warn(), n).Err(err).Msg(msg)
 	}
 }
 
 func (s *Server) dialWarn(l *listener, kind string, err error) {
 	if n, ok := l.dialLog.allow(); ok {
-		l.log.Warn().Err(err).Str("kind", kind).Int("skipped", n).Msg("upstream not reached")
+		suppressed(l.log.Warn(), n).Err(err).Str("kind", kind).Msg("upstream not reached")
 	}
 }

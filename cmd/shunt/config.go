@@ -18,6 +18,7 @@ type fileConfig struct {
 	Process   processTable    `toml:"process"`
 	Admin     adminTable      `toml:"admin"`
 	Bypass    bypassTable     `toml:"bypass"`
+	Limits    limitsTable     `toml:"limits"`
 	Listeners []listenerTable `toml:"listener"`
 }
 
@@ -45,17 +46,30 @@ type bypassTable struct {
 	Require    bool     `toml:"require"`
 }
 
+type limitsTable struct {
+	MaxConnections int `toml:"max_connections"`
+}
+
 type listenerTable struct {
-	Name            string         `toml:"name"`
-	Listen          string         `toml:"listen"`
-	Upstream        string         `toml:"upstream"`
-	Bypass          string         `toml:"bypass"`
-	MaxConnections  int            `toml:"max_connections"`
-	DialTimeout     time.Duration  `toml:"dial_timeout"`
-	IdleTimeout     time.Duration  `toml:"idle_timeout"`
-	HalfOpenTimeout time.Duration  `toml:"half_open_timeout"`
-	KeepAlive       keepAliveTable `toml:"keepalive"`
-	DrainTimeout    time.Duration  `toml:"drain_timeout"`
+	Name            string          `toml:"name"`
+	Listen          string          `toml:"listen"`
+	Upstream        string          `toml:"upstream"`
+	Bypass          string          `toml:"bypass"`
+	MaxConnections  int             `toml:"max_connections"`
+	MaxPerSource    int             `toml:"max_connections_per_source"`
+	SourceRate      sourceRateTable `toml:"source_rate"`
+	Allow           []string        `toml:"allow"`
+	Deny            []string        `toml:"deny"`
+	DialTimeout     time.Duration   `toml:"dial_timeout"`
+	IdleTimeout     time.Duration   `toml:"idle_timeout"`
+	HalfOpenTimeout time.Duration   `toml:"half_open_timeout"`
+	KeepAlive       keepAliveTable  `toml:"keepalive"`
+	DrainTimeout    time.Duration   `toml:"drain_timeout"`
+}
+
+type sourceRateTable struct {
+	PerSecond int `toml:"per_second"`
+	Burst     int `toml:"burst"`
 }
 
 type keepAliveTable struct {
@@ -145,22 +159,36 @@ func parseConfig(name string, data []byte) (*fileConfig, error) {
 
 // proxyConfig returns what the proxy is to run.
 func (fc *fileConfig) proxyConfig() proxy.Config {
-	cfg := proxy.Config{Admin: fc.Admin.Listen, AccessLog: fc.Log.Access}
+	cfg := proxy.Config{Admin: fc.Admin.Listen, AccessLog: fc.Log.Access, MaxConnections: fc.Limits.MaxConnections}
 	for _, l := range fc.Listeners {
 		cfg.Listeners = append(cfg.Listeners, proxy.Listener{
-			Name:            l.Name,
-			Listen:          l.Listen,
-			Upstream:        l.Upstream,
-			Bypass:          proxy.BypassMode(l.Bypass),
-			MaxConnections:  l.MaxConnections,
-			DialTimeout:     l.DialTimeout,
-			IdleTimeout:     l.IdleTimeout,
-			HalfOpenTimeout: l.HalfOpenTimeout,
-			KeepAlive:       proxy.KeepAlive{Idle: l.KeepAlive.Idle, Interval: l.KeepAlive.Interval, Count: l.KeepAlive.Count},
-			DrainTimeout:    l.DrainTimeout,
+			Name:                    l.Name,
+			Listen:                  l.Listen,
+			Upstream:                l.Upstream,
+			Bypass:                  proxy.BypassMode(l.Bypass),
+			MaxConnections:          l.MaxConnections,
+			MaxConnectionsPerSource: l.MaxPerSource,
+			SourceRate:              proxy.SourceRate(l.SourceRate),
+			Allow:                   networks(l.Allow),
+			Deny:                    networks(l.Deny),
+			DialTimeout:             l.DialTimeout,
+			IdleTimeout:             l.IdleTimeout,
+			HalfOpenTimeout:         l.HalfOpenTimeout,
+			KeepAlive:               proxy.KeepAlive{Idle: l.KeepAlive.Idle, Interval: l.KeepAlive.Interval, Count: l.KeepAlive.Count},
+			DrainTimeout:            l.DrainTimeout,
 		})
 	}
 	return cfg
+}
+
+// networks returns a list that was validated.
+func networks(list []string) (ns []proxy.Network) {
+	for _, s := range list {
+		if n, err := proxy.ParseNetwork(s); err == nil {
+			ns = append(ns, n)
+		}
+	}
+	return ns
 }
 
 // spliceOptions returns the [bypass] table; the caller sets the logger.

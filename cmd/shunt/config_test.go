@@ -32,12 +32,20 @@ window = "64KiB"
 queue_limit = "8MiB"
 max_sockets = 1000
 require = true
+[limits]
+max_connections = 500
 [[listener]]
 name = "web"
 listen = "127.0.0.1:7000"
 upstream = "web.internal:8000"
 bypass = "on"
 max_connections = 10
+allow = ["10.0.0.0/8", "::1"]
+deny = [
+	"10.1.0.0/16", # but these
+]
+max_connections_per_source = 11
+source_rate = { per_second = 12, burst = 13 }
 dial_timeout = "1s"
 idle_timeout = "2s"
 half_open_timeout = "3s"
@@ -58,11 +66,12 @@ idle = "0s"
 	want := proxy.Config{
 		Listeners: []proxy.Listener{{
 			Name: "web", Listen: "127.0.0.1:7000", Upstream: "web.internal:8000", Bypass: proxy.BypassOn,
-			MaxConnections: 10, DialTimeout: time.Second, IdleTimeout: 2 * time.Second, HalfOpenTimeout: 3 * time.Second,
+			MaxConnections: 10, MaxConnectionsPerSource: 11, SourceRate: proxy.SourceRate{PerSecond: 12, Burst: 13},
+			Allow: networks([]string{"10.0.0.0/8", "::1"}), Deny: networks([]string{"10.1.0.0/16"}), DialTimeout: time.Second, IdleTimeout: 2 * time.Second, HalfOpenTimeout: 3 * time.Second,
 			KeepAlive:    proxy.KeepAlive{Idle: 4 * time.Second, Interval: 5 * time.Second, Count: 6},
 			DrainTimeout: 7 * time.Second,
 		}, second},
-		Admin: "127.0.0.1:9901", AccessLog: true,
+		Admin: "127.0.0.1:9901", AccessLog: true, MaxConnections: 500,
 	}
 	if got := fc.proxyConfig(); !reflect.DeepEqual(got, want) {
 		t.Errorf("proxy configuration\n%+v\nwant\n%+v", got, want)
@@ -130,6 +139,9 @@ func TestGoodConfigs(t *testing.T) {
 		listener("keepalive = { }"),
 		listener(`idle_timeout = "0"`),
 		listener(`max_connections = 1_000`),
+		listener(`allow = []`),
+		listener(`deny = ["::ffff:10.0.0.0/104", "fe80::1%eth0"]`),
+		listener(`source_rate.per_second = 5`),
 		listener("[bypass]\nwindow = 4096"),
 		listener("[bypass]\nqueue_limit = \"65536\""),
 		listener("[admin]\nlisten = \"[::1]:9901\""),
@@ -183,7 +195,7 @@ func TestBadConfigs(t *testing.T) {
 		{listener("[listener.keepalive]\ncuont = 1"), `f:9: listener "b": keepalive.cuont: unknown key; did you mean "count"?`},
 		{"[[listener]]\nlisten = \"127.0.0.1:1\"\nuptsream = \"a:1\"\n" + minimal, `f:3: listener "127.0.0.1:1": uptsream: unknown key; did you mean "upstream"?`},
 		{"[[listener]]\nupstrem = 1\n", `f:2: listener 1: upstrem: unknown key`},
-		{"x = '''\n[log]\nlevl = 1\n'''\n", `f:1: x: unknown key; known here: admin, bypass, listener, log`},
+		{"x = '''\n[log]\nlevl = 1\n'''\n", `f:1: x: unknown key; known here: admin, bypass, limits, listener, log`},
 		{"log.x-y.z = 1\n", "f:1: log.x-y: unknown key"},
 		{"\"a b\" = 1\n", `f:1: "a b": unknown key`},
 
@@ -230,6 +242,20 @@ func TestBadConfigs(t *testing.T) {
 		{listener(`keepalive.count = 0`), `f:8: listener "b": keepalive.count: 0 is out of range: want 1 to 127`},
 		{listener(`keepalive = { count = 128 }`), "keepalive.count: 128 is out of range"},
 		{listener(`bypass = "yes"`), `f:8: listener "b": bypass: unknown value "yes": want one of auto, on, off`},
+
+		{"[limits]\nmax_connections = -1\n", "f:2: limits.max_connections: -1 is out of range: want 0 to 10000000"},
+		{listener("max_connections_per_source = -1"), `f:8: listener "b": max_connections_per_source: -1 is out of range: want 0 to 10000000`},
+		{listener("source_rate = { per_second = -1 }"), `f:8: listener "b": source_rate.per_second: -1 is out of range: want 0 to 1000000`},
+		{listener("source_rate = { per_second = 1, burst = 1000001 }"), `source_rate.burst: 1000001 is out of range`},
+		{listener("source_rate = { burst = 5 }"), `f:8: listener "b": source_rate.per_second: missing: a burst of 5 without a rate bounds nothing`},
+		{listener("source_rate = 5"), `source_rate: want a table, not the number 5`},
+		{listener(`allow = "10.0.0.0/8"`), `f:8: listener "b": allow: want an array of strings, such as ["a", "b"], not the string "10.0.0.0/8"; did you mean ["10.0.0.0/8"]?`},
+		{listener(`allow = [10]`), `f:8: listener "b": allow: want an array of strings, such as ["a", "b"], not one with the number 10`},
+		{listener(`allow = { }`), `allow: want an array of strings, such as ["a", "b"], not a table`},
+		{listener(`allow = ["10.0.0.0/8", "10.0.0.1/8"]`), `f:8: listener "b": allow: want addresses and networks, such as "10.0.0.0/8", "192.0.2.7" or "2001:db8::/32": "10.0.0.1/8" has bits beyond its length; did you mean "10.0.0.0/8"?`},
+		{listener(`deny = ["example.org"]`), `f:8: listener "b": deny: want addresses and networks, such as "10.0.0.0/8", "192.0.2.7" or "2001:db8::/32": "example.org" is neither an address nor a network`},
+		{listener(`deny = ["10.0.0.0/40"]`), `: "10.0.0.0/40": /40: want a length from 0 to 32`},
+		{listener(`denny = []`), `denny: unknown key; did you mean "deny"?`},
 
 		// Addresses.
 		{"[[listener]]\nupstream = \"a:1\"\n", `f:1: listener 1: listen: missing: want an address, such as "127.0.0.1:7000"`},

@@ -21,6 +21,7 @@ const (
 	minQueueLimit, maxQueueLimit = splice.MinQueueLimit, 1 << 30
 	minMaxSockets, maxMaxSockets = 4, 1 << 22 // four sockets make one connection
 	maxMaxConnections            = 10_000_000
+	maxSourceRate                = 1_000_000
 	maxDuration                  = 365 * 24 * time.Hour
 	// Linux takes TCP_KEEPIDLE and TCP_KEEPINTVL up to MAX_TCP_KEEPIDLE and
 	// MAX_TCP_KEEPINTVL, TCP_KEEPCNT up to MAX_TCP_KEEPCNT (net/tcp.h).
@@ -103,6 +104,7 @@ func (fc *fileConfig) validateTables(d *document) {
 		d.errorf(path("bypass", "queue_limit"), `%v is out of range: want "auto", or %v to %v`, q, size(minQueueLimit), size(maxQueueLimit))
 	}
 	within(d, path("bypass", "max_sockets"), b.MaxSockets, minMaxSockets, maxMaxSockets)
+	within(d, path("limits", "max_connections"), fc.Limits.MaxConnections, 0, maxMaxConnections)
 }
 
 var (
@@ -132,6 +134,7 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 	}
 	oneOf(d, p.with("bypass"), l.Bypass, bypassModes...)
 	within(d, p.with("max_connections"), l.MaxConnections, 0, maxMaxConnections)
+	l.validateSources(d, p)
 	for _, t := range []struct {
 		key      string
 		value    time.Duration
@@ -155,6 +158,27 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 	}
 	within(d, k.with("count"), l.KeepAlive.Count, 1, maxKeepAliveCount)
 	return addr
+}
+
+// validateSources checks who may connect.
+func (l *listenerTable) validateSources(d *document, p keyPath) {
+	within(d, p.with("max_connections_per_source"), l.MaxPerSource, 0, maxMaxConnections)
+	r := p.with("source_rate")
+	within(d, r.with("per_second"), l.SourceRate.PerSecond, 0, maxSourceRate)
+	within(d, r.with("burst"), l.SourceRate.Burst, 0, maxSourceRate)
+	if l.SourceRate.PerSecond == 0 && l.SourceRate.Burst > 0 {
+		d.errorf(r.with("per_second"), "missing: a burst of %d without a rate bounds nothing", l.SourceRate.Burst)
+	}
+	for _, list := range []struct {
+		key     string
+		entries []string
+	}{{"allow", l.Allow}, {"deny", l.Deny}} {
+		for _, s := range list.entries {
+			if _, err := proxy.ParseNetwork(s); err != nil {
+				d.errorf(p.with(list.key), `want addresses and networks, such as "10.0.0.0/8", "192.0.2.7" or "2001:db8::/32": %v`, err)
+			}
+		}
+	}
 }
 
 // oneOf and within note a value that isn't allowed.

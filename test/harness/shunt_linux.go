@@ -27,12 +27,12 @@ type Listener struct {
 	Extra map[string]string
 }
 
-// A Config is a generated configuration. The values of Bypass, Log and
+// A Config is a generated configuration. The values of Bypass, Limits, Log and
 // Process are written as TOML writes them.
 type Config struct {
-	Log, Bypass, Process map[string]string
-	Admin                string
-	Listeners            []Listener
+	Log, Bypass, Limits, Process map[string]string
+	Admin                        string
+	Listeners                    []Listener
 }
 
 func (c *Config) toml() string {
@@ -47,6 +47,7 @@ func (c *Config) toml() string {
 	table("[admin]", map[string]string{"listen": fmt.Sprintf("%q", c.Admin)})
 	table("[bypass]", c.Bypass)
 	table("[process]", c.Process)
+	table("[limits]", c.Limits)
 	for _, l := range c.Listeners {
 		table("[[listener]]", map[string]string{
 			"name": fmt.Sprintf("%q", l.Name), "listen": fmt.Sprintf("%q", l.Listen),
