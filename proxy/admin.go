@@ -39,15 +39,16 @@ func openAdmin(s *Server) (*admin, error) {
 	} else {
 		var lc net.ListenConfig
 		lc.SetMultipathTCP(false)
-		ln, err = lc.Listen(context.Background(), "tcp", s.cfg.Admin)
-		if err == nil {
-			a.addr = ln.Addr().String()
+		if ln, err = lc.Listen(context.Background(), "tcp", s.cfg.Admin); err != nil {
+			return nil, listenError(s.cfg.Admin, err)
 		}
+		a.addr = ln.Addr().String()
 	}
 	if err != nil {
 		return nil, err
 	}
 	mux := http.NewServeMux()
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, adminIndex) })
 	mux.Handle("GET /metrics", promhttp.HandlerFor(s.metrics.registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "ok\n") })
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
@@ -91,6 +92,13 @@ func (a *admin) exposed() string {
 }
 
 func (a *admin) serve() { go a.http.Serve(a.ln) }
+
+// adminIndex is the answer to GET /.
+const adminIndex = `/metrics      counters and gauges, for Prometheus
+/connections  live connections, as JSON
+/healthz      200 while the process answers
+/readyz       200 while connections are accepted, 503 while draining
+`
 
 // listenUnix listens at path, mode 0600. A socket that nobody answers on is
 // a dead process's and is replaced.

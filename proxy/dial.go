@@ -18,12 +18,13 @@ const (
 	dialTimeout  = "timeout"  // dial_timeout passed
 	dialNoRoute  = "no-route" // no route, or the network says unreachable
 	dialResolve  = "resolve"  // the name has no address
+	dialMissing  = "missing"  // the UNIX socket's file isn't there
 	dialLimit    = "limit"    // no file descriptor or port was free for all of dial_timeout
 	dialCanceled = "canceled" // the client left, or the server stopped
 	dialOther    = "other"
 )
 
-var dialKinds = []string{dialRefused, dialTimeout, dialNoRoute, dialResolve, dialLimit, dialCanceled, dialOther}
+var dialKinds = []string{dialRefused, dialTimeout, dialNoRoute, dialResolve, dialMissing, dialLimit, dialCanceled, dialOther}
 
 const (
 	// minDialShare is what an address gets at least, while there is as much left.
@@ -64,6 +65,8 @@ func dialKind(err error) string {
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
 		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN):
 		return dialNoRoute
+	case errors.Is(err, syscall.ENOENT):
+		return dialMissing
 	}
 	var ne net.Error
 	if errors.As(err, &ne) && ne.Timeout() {
@@ -105,7 +108,7 @@ func (l *listener) dial(ctx context.Context, control ControlFunc) (Stream, error
 func (l *listener) dialOnce(ctx context.Context, control ControlFunc) (Stream, error) {
 	addrs, err := l.resolve(ctx)
 	if err != nil {
-		return nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.upstream, err)}
+		return nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.upstream, plainCause(err))}
 	}
 	var last *dialError
 	for i, a := range addrs {
@@ -120,7 +123,7 @@ func (l *listener) dialOnce(ctx context.Context, control ControlFunc) (Stream, e
 		if ctx.Err() != nil {
 			err = errors.Join(ctx.Err(), err)
 		}
-		last = &dialError{dialKind(err), fmt.Errorf("dial upstream %s: %w", a, err)}
+		last = &dialError{dialKind(err), fmt.Errorf("dial upstream %s: %w", a, plainCause(err))}
 		if ctx.Err() != nil || last.kind == dialLimit {
 			break
 		}

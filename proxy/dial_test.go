@@ -185,6 +185,7 @@ func TestDialErrorsHaveKinds(t *testing.T) {
 		dialNoRoute:  &net.OpError{Err: os.NewSyscallError("connect", syscall.EHOSTUNREACH)},
 		dialResolve:  &net.DNSError{IsNotFound: true},
 		dialLimit:    &net.OpError{Err: os.NewSyscallError("socket", syscall.EMFILE)},
+		dialMissing:  &net.OpError{Err: os.NewSyscallError("connect", syscall.ENOENT)},
 		dialCanceled: context.Canceled,
 		dialOther:    errors.New("odd"),
 	} {

@@ -121,7 +121,11 @@ func (l *listener) listen(ctx context.Context) (net.Listener, error) {
 	// The bypass doesn't take MPTCP, and a plain connection is what was asked for.
 	lc.SetMultipathTCP(false)
 	l.cfg.KeepAlive.apply(&lc.KeepAlive, &lc.KeepAliveConfig)
-	return lc.Listen(ctx, "tcp", l.cfg.Listen)
+	ln, err := lc.Listen(ctx, "tcp", l.cfg.Listen)
+	if err != nil {
+		return nil, listenError(l.cfg.Listen, err)
+	}
+	return ln, nil
 }
 
 // policy returns the policy of the leg that sends in direction d.

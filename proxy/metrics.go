@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"strings"
 	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -40,9 +41,37 @@ func newMetrics(s *Server) *metrics {
 		bypass:       desc("bypass_enabled", "Whether the listener's connections may be bypassed; if not, why.", "listener", "reason"),
 	}
 	m.registry.MustRegister(m, collectors.NewGoCollector(),
-		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+		processMetrics{collectors.NewProcessCollector(collectors.ProcessCollectorOpts{})})
 	return m
 }
+
+// processMetrics leaves the process_network metrics out, which count all
+// traffic of the network namespace.
+type processMetrics struct{ prometheus.Collector }
+
+// Describe implements prometheus.Collector.
+func (p processMetrics) Describe(ch chan<- *prometheus.Desc) {
+	all := make(chan *prometheus.Desc)
+	go func() { p.Collector.Describe(all); close(all) }()
+	for d := range all {
+		if !ofNamespace(d) {
+			ch <- d
+		}
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (p processMetrics) Collect(ch chan<- prometheus.Metric) {
+	all := make(chan prometheus.Metric)
+	go func() { p.Collector.Collect(all); close(all) }()
+	for m := range all {
+		if !ofNamespace(m.Desc()) {
+			ch <- m
+		}
+	}
+}
+
+func ofNamespace(d *prometheus.Desc) bool { return strings.Contains(d.String(), `"process_network_`) }
 
 // Describe implements prometheus.Collector.
 func (m *metrics) Describe(ch chan<- *prometheus.Desc) {

@@ -28,7 +28,7 @@ func openCgroup(path string) (*os.File, string, error) {
 	}
 	if st.Type != unix.CGROUP2_SUPER_MAGIC {
 		f.Close()
-		return nil, "", fmt.Errorf("%s is not in a cgroup2 file system", path)
+		return nil, "", fmt.Errorf("%s is not in a cgroup2 file system (bypass.cgroup wants a directory of one, or \"\" for its root)", path)
 	}
 	return f, path, nil
 }

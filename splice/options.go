@@ -56,9 +56,28 @@ func DefaultOptions() Options {
 	return Options{Verdict: VerdictAuto, Window: DefaultWindow, MaxSockets: DefaultMaxSockets, Log: zerolog.Nop()}
 }
 
-// Check is one thing that the bypass needs or can use.
+// Result is how a Check came out.
+type Result string
+
+const (
+	// ResultOK: as it should be.
+	ResultOK Result = "ok"
+	// ResultMissing: the bypass needs it.
+	ResultMissing Result = "missing"
+	// ResultDiffers: the bypass works, and an application can see the difference from TCP.
+	ResultDiffers Result = "differs"
+	// ResultNA: not available, and not needed, or not tried.
+	ResultNA Result = "n/a"
+)
+
+// errNotTried is a check's that depends on one that did not pass.
+var errNotTried = errors.New("not tried")
+
+// Check is one thing that the bypass needs or can use. Its JSON, and that of
+// Report, is for programs too: keys and results stay as they are.
 type Check struct {
 	Name     string `json:"name"`
+	Result   Result `json:"result"`
 	OK       bool   `json:"ok"`
 	Required bool   `json:"required"`
 	// Detail is what was found, or why the check did not pass.
@@ -87,15 +106,35 @@ type Report struct {
 }
 
 func (r *Report) add(name string, required bool, err error, ok string) bool {
-	c := Check{Name: name, OK: err == nil, Required: required, Detail: ok}
+	c := Check{Name: name, Result: ResultOK, OK: err == nil, Required: required, Detail: ok}
 	if err != nil {
 		c.Detail = err.Error()
 		if required && r.Reason == "" {
-			r.Reason = name + ": " + c.Detail
+			r.Reason = name + ": " + c.Detail + fixes[name]
+		}
+		c.Result = ResultNA
+		if required && !errors.Is(err, errNotTried) {
+			c.Result = ResultMissing
 		}
 	}
 	r.Checks = append(r.Checks, c)
 	return c.OK
+}
+
+// fixes says what would make checks pass whose errors don't.
+var fixes = map[string]string{
+	"load programs": " (needs " + kernels + ", with BPF, and a seccomp profile that allows bpf(2))",
+	"attach":        " (bypass.cgroup can name another cgroup)",
+	"bounded queue": " (needs " + kernels + ")",
+}
+
+const kernels = "Linux 6.1.123, 6.6.69, 6.12.8, 6.13 or later"
+
+// compare adds a check of what an application sees.
+func (r *Report) compare(name string, err error, ok string) {
+	if !r.add(name, false, err, ok) {
+		r.Checks[len(r.Checks)-1].Result = ResultDiffers
+	}
 }
 
 // ErrUnsupported is wrapped by Open's error on systems without the bypass.

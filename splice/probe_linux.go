@@ -79,7 +79,7 @@ func open(o Options) (*Kernel, *Report) {
 	}
 	r.add("cgroup2", true, err, at)
 	if len(missing) > 0 {
-		r.add("load programs", true, errors.New("not tried without these capabilities"), "")
+		r.add("load programs", true, fmt.Errorf("%w without these capabilities", errNotTried), "")
 		if !initialUserNamespace() {
 			r.Reason = "capabilities of a user namespace don't count for bpf(2)"
 		} else {
@@ -164,7 +164,7 @@ func checkCapabilities(r *Report) (missing []string) {
 		cerr := err
 		// CAP_SYS_ADMIN stands for the other two in the kernel's checks.
 		if cerr == nil && eff&(1<<c.bit) == 0 && (c.bit == unix.CAP_NET_ADMIN || eff&(1<<unix.CAP_SYS_ADMIN) == 0) {
-			cerr = fmt.Errorf("missing; it is for %s", c.why)
+			cerr = fmt.Errorf("not there; it is for %s", c.why)
 		}
 		if !r.add(c.name, true, cerr, "there, for "+c.why) {
 			missing = append(missing, c.name)

@@ -161,8 +161,8 @@ func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	ok = r.add("MSG_PEEK and poll", true, l.both(l.checkPeek), "as with TCP") && ok
 	err = l.both(l.checkFIONREAD)
 	r.FIONREAD = err == nil
-	r.add("FIONREAD", false, err, "counts redirected bytes")
-	r.add("blocking recv", false, l.checkBlockingRecv(), "goes on waiting when a signal was handled")
+	r.compare("FIONREAD", err, "counts redirected bytes")
+	r.compare("blocking recv", l.checkBlockingRecv(), "goes on waiting when a signal was handled")
 	if k.mode != bpf.ShuntModeMODE_PERMANENT {
 		ok = r.add("bounded queue", true, l.both(func(d Direction) error { return l.checkBound(k, d) }),
 			"over the limit the sender is held back, and is direct again afterwards") && ok

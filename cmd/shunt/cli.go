@@ -47,7 +47,8 @@ func commands() []*command {
 			run: checkCommand},
 		{name: "probe", args: "[--json] [--config FILE]", summary: "say whether this host allows the bypass, and why not",
 			help: "Does everything that the bypass needs, on loopback, takes it down again and prints\n" +
-				"each check. Exit code 0: the bypass is possible; 3: shunt would copy.",
+				"each check: ok; missing: the bypass needs it; differs: it works, but not quite as TCP does;\n" +
+				"n/a: not available, and not needed, or not tried. Exit code 0: the bypass is possible; 3: shunt would copy.",
 			run: probeCommand},
 		{name: "demo", args: "[--time D] [--verdict V]", summary: "measure direct, copied and bypassed connections on loopback",
 			help: "Starts an echo service, shunt in front of it and a client in processes of their own,\n" +
@@ -190,6 +191,25 @@ func (c *command) badUsage(s streams, format string, a ...any) int {
 	return exitUsage
 }
 
+// flagError rewords package flag's message where a flag isn't known.
+func flagError(fs *flag.FlagSet, err error) string {
+	name, ok := strings.CutPrefix(err.Error(), "flag provided but not defined: -")
+	if !ok {
+		return err.Error()
+	}
+	var known []string
+	fs.VisitAll(func(f *flag.Flag) {
+		if f.Usage != "" {
+			known = append(known, f.Name)
+		}
+	})
+	hint := ""
+	if near := nearest(strings.TrimLeft(name, "-"), known); near != "" {
+		hint = ": did you mean --" + near + "?"
+	}
+	return "unknown flag --" + strings.TrimLeft(name, "-") + hint
+}
+
 // printError writes err, which may be several lines.
 func (c *command) printError(s streams, err error) {
 	for _, line := range strings.Split(err.Error(), "\n") {
@@ -210,7 +230,7 @@ func (c *command) parse(args []string, s streams, define func(*flag.FlagSet)) (c
 		c.printHelp(s.out, fs)
 		return exitOK, false
 	case err != nil:
-		return c.badUsage(s, "%v", err), false
+		return c.badUsage(s, "%s", flagError(fs, err)), false
 	case fs.NArg() > 0:
 		return c.badUsage(s, "unexpected argument %q", fs.Arg(0)), false
 	}

@@ -60,14 +60,7 @@ func probeCommand(_ context.Context, c *command, args []string, s streams) int {
 func printReport(s streams, r *splice.Report) error {
 	w := tabwriter.NewWriter(s.out, 0, 0, 2, ' ', 0)
 	for _, check := range r.Checks {
-		result := "ok"
-		switch {
-		case !check.OK && check.Required:
-			result = "FAILED"
-		case !check.OK:
-			result = "no"
-		}
-		fmt.Fprintf(w, "%s\t%s\t%s\n", check.Name, result, check.Detail)
+		fmt.Fprintf(w, "%s\t%s\t%s\n", check.Name, check.Result, check.Detail)
 	}
 	if err := w.Flush(); err != nil {
 		return err

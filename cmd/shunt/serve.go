@@ -147,7 +147,7 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	kernel, err := splice.Open(o)
 	if err != nil {
 		if fc.Bypass.Require {
-			return nil, fmt.Errorf("bypass.require is true, but the bypass is impossible: %w", err)
+			return nil, fmt.Errorf("bypass.require is true, but the bypass is impossible: %w; shunt probe shows every check", err)
 		}
 		cfg.BypassUnsupported = err.Error()
 		log.Warn().Str("reason", err.Error()).Msg(msgBypassOff)
@@ -161,7 +161,7 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	}
 	var differs []string
 	for _, c := range r.Checks {
-		if !c.OK && (c.Name == "FIONREAD" || c.Name == "blocking recv") {
+		if c.Result == splice.ResultDiffers {
 			differs = append(differs, c.Name+": "+c.Detail)
 		}
 	}

@@ -8,12 +8,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -336,23 +338,23 @@ func TestProbe(t *testing.T) {
 
 func TestPrintReport(t *testing.T) {
 	checks := []splice.Check{
-		{Name: "cgroup", OK: true, Required: true, Detail: "/sys/fs/cgroup"},
-		{Name: "permanent", Detail: "sends fail with EACCES"},
-		{Name: "load", Required: true, Detail: "operation not permitted"},
+		{Name: "cgroup", Result: splice.ResultOK, OK: true, Required: true, Detail: "/sys/fs/cgroup"},
+		{Name: "permanent", Result: splice.ResultNA, Detail: "sends fail with EACCES"},
+		{Name: "load", Result: splice.ResultMissing, Required: true, Detail: "operation not permitted"},
 	}
 	for _, c := range []struct {
 		report splice.Report
 		want   string
 	}{
-		{splice.Report{Checks: checks, Kernel: "6.1.0", Reason: "load: operation not permitted"}, `cgroup     ok      /sys/fs/cgroup
-permanent  no      sends fail with EACCES
-load       FAILED  operation not permitted
+		{splice.Report{Checks: checks, Kernel: "6.1.0", Reason: "load: operation not permitted"}, `cgroup     ok       /sys/fs/cgroup
+permanent  n/a      sends fail with EACCES
+load       missing  operation not permitted
 
 bypass: impossible on kernel 6.1.0: load: operation not permitted
 Connections are copied.
 `},
-		{splice.Report{Checks: checks[:2], Kernel: "6.18.44", Possible: true, Verdict: splice.VerdictEvery, QueueLimit: 4 << 20, Budget: 1 << 30, FIONREAD: true}, `cgroup     ok  /sys/fs/cgroup
-permanent  no  sends fail with EACCES
+		{splice.Report{Checks: checks[:2], Kernel: "6.18.44", Possible: true, Verdict: splice.VerdictEvery, QueueLimit: 4 << 20, Budget: 1 << 30, FIONREAD: true}, `cgroup     ok   /sys/fs/cgroup
+permanent  n/a  sends fail with EACCES
 
 bypass: possible on kernel 6.18.44
 verdict: every
@@ -371,7 +373,8 @@ func TestRequireRefusesToStart(t *testing.T) {
 	// Not a cgroup, so that the bypass is impossible wherever this runs.
 	config := copyConfig("127.0.0.1:1", "") + fmt.Sprintf("[bypass]\nrequire = true\ncgroup = %q\n", t.TempDir())
 	code, _, stderr := runArgs(t, config, "run", "--config", "-")
-	if code != 1 || !strings.Contains(stderr, "bypass.require is true, but the bypass is impossible: ") {
+	if code != 1 || !strings.Contains(stderr, "bypass.require is true, but the bypass is impossible: ") ||
+		runtime.GOOS == "linux" && !strings.Contains(stderr, "; shunt probe shows every check") {
 		t.Errorf("exit code %d, %s", code, stderr)
 	}
 }
@@ -525,5 +528,32 @@ func TestQuantiles(t *testing.T) {
 	}
 	if a, b := median([]float64{3, 1, 2}), median([]float64{4, 1, 2, 3}); a != 2 || b != 2.5 {
 		t.Errorf("medians %v and %v", a, b)
+	}
+}
+
+// TestProbeJSONKeepsItsKeys holds what programs rely on.
+func TestProbeJSONKeepsItsKeys(t *testing.T) {
+	_, stdout, _ := runArgs(t, "", "probe", "--json")
+	var report map[string]any
+	if err := json.Unmarshal([]byte(stdout), &report); err != nil {
+		t.Fatal(err)
+	}
+	delete(report, "reason") // where there is one
+	if got := strings.Join(slices.Sorted(maps.Keys(report)), " "); got != "checks fionread kernel possible queue_budget queue_limit verdict" {
+		t.Errorf("keys: %s", got)
+	}
+	for _, c := range report["checks"].([]any) {
+		c := c.(map[string]any)
+		if got := strings.Join(slices.Sorted(maps.Keys(c)), " "); got != "detail name ok required result" {
+			t.Errorf("%v: keys %s", c["name"], got)
+		}
+		switch r := c["result"]; r {
+		case "ok", "missing", "differs", "n/a":
+			if (r == "ok") != c["ok"].(bool) || r == "missing" && !c["required"].(bool) {
+				t.Errorf("%v", c)
+			}
+		default:
+			t.Errorf("%v: result %v", c["name"], r)
+		}
 	}
 }
