@@ -14,7 +14,7 @@ import (
 
 // Kinds of failed dials, label values of shunt_dial_errors_total.
 const (
-	dialRefused  = "refused"  // the last address refused, or reset at once, or is a UNIX socket that isn't there
+	dialRefused  = "refused"  // the last address refused, or reset at once
 	dialTimeout  = "timeout"  // dial_timeout passed
 	dialNoRoute  = "no-route" // no route, or the network says unreachable
 	dialResolve  = "resolve"  // the name has no address
@@ -60,7 +60,7 @@ func dialKind(err error) string {
 		return dialResolve
 	case errors.As(err, &addr):
 		return dialResolve
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.ENOENT):
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ECONNRESET):
 		return dialRefused
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
 		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN):

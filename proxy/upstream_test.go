@@ -70,6 +70,6 @@ func TestUnixUpstreamsAreCopied(t *testing.T) {
 		}
 		ln.Close()
 		r.refused()
-		r.ended("dial-refused")
+		r.ended("dial-missing")
 	}
 }
