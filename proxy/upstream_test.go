@@ -42,7 +42,9 @@ func TestUpstreamForms(t *testing.T) {
 }
 
 func TestUnixUpstreamsAreCopied(t *testing.T) {
-	for _, name := range []string{filepath.Join(t.TempDir(), "s"), "@shunt-test-" + t.TempDir()} {
+	for name, gone := range map[string]string{
+		filepath.Join(t.TempDir(), "s"): "dial-missing", "@shunt-test-" + t.TempDir(): "dial-refused",
+	} {
 		ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: name, Net: "unix"})
 		if err != nil {
 			t.Fatal(err)
@@ -70,6 +72,6 @@ func TestUnixUpstreamsAreCopied(t *testing.T) {
 		}
 		ln.Close()
 		r.refused()
-		r.ended("dial-missing")
+		r.ended(gone)
 	}
 }
