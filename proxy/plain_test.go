@@ -70,7 +70,7 @@ func TestListenErrorsSayWhatHelps(t *testing.T) {
 	}
 }
 
-func TestSkippedLinesAreCountedWhereThereAreAny(t *testing.T) {
+func TestSuppressedLinesAreCountedWhereThereAreAny(t *testing.T) {
 	r := newRig(t, nil)
 	l := r.srv.listeners[0]
 	r.srv.limitWarn(l, "odd", errors.New("x"))
@@ -79,7 +79,7 @@ func TestSkippedLinesAreCountedWhereThereAreAny(t *testing.T) {
 	l.limitLog.last = time.Time{}
 	l.limitLog.mu.Unlock()
 	r.srv.limitWarn(l, "odd", errors.New("x"))
-	if log := r.log.String(); strings.Count(log, `"skipped":1`) != 1 || strings.Contains(log, `"skipped":0`) {
+	if log := r.log.String(); strings.Count(log, `"suppressed":1`) != 1 || strings.Contains(log, `"suppressed":0`) {
 		t.Error(log)
 	}
 }
