@@ -73,6 +73,8 @@ type conn struct {
 	legs   [2]leg        // client's, upstream's: the source of direction d is legs[d], its destination legs[1-d]
 	flows  [2]flow       // by splice.Direction
 
+	settled atomic.Bool
+
 	mu     sync.Mutex
 	state  state
 	killed bool
@@ -117,9 +119,6 @@ func (c *conn) serve() {
 	c.state = stateCopying
 	if route != nil {
 		c.state = stateBypassed
-	} else {
-		boundQueues(c.down())
-		boundQueues(up)
 	}
 	c.lastMove = time.Now()
 	c.armLocked()
@@ -132,11 +131,36 @@ func (c *conn) serve() {
 	if f := c.l.cfg.Trace.Started; f != nil {
 		f(c.id, c.down(), up, c.reason)
 	}
-	// Fresh goroutines: dialling has grown this one's stack.
-	for _, d := range []splice.Direction{splice.Up, splice.Down} {
-		if c.l.cfg.Way.carries(d) {
-			go c.move(d, true)
+	switch c.l.cfg.Way {
+	case OnlyUp:
+		c.move(splice.Up, true)
+	case OnlyDown:
+		c.move(splice.Down, true)
+	default:
+		go c.move(splice.Down, true)
+		c.move(splice.Up, true)
+	}
+}
+
+// settle does to the sockets what a connection needs that lasts or carries much, once.
+// Both directions call it, when they have been silent for a while or moved some bytes.
+func (c *conn) settle() {
+	if c.settled.Load() || !c.settled.CompareAndSwap(false, true) {
+		return
+	}
+	up := c.legs[1].sock
+	if t := tcpOf(up); t != nil && ownKeepAlive {
+		raw, err := t.SyscallConn()
+		if err == nil {
+			err = c.l.cfg.KeepAlive.Set(raw)
 		}
+		if err != nil {
+			c.l.log.Debug().Uint64("conn", c.id).Err(err).Msg("no keepalive on the upstream's leg")
+		}
+	}
+	if c.route == nil {
+		boundQueues(c.down())
+		boundQueues(up)
 	}
 }
 
@@ -331,6 +355,7 @@ func (c *conn) forward(d splice.Direction, fresh bool) (parked bool, err error) 
 			return false, err
 		}
 		period = quietPeriod
+		c.settle()
 		if n > 0 {
 			continue
 		}

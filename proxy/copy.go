@@ -17,7 +17,7 @@ const (
 	quietPeriod = 250 * time.Millisecond
 	// freshPeriod is the same for a connection that has just begun: most speak
 	// at once, and the others shouldn't cost two goroutines for long.
-	freshPeriod = 5 * time.Millisecond
+	freshPeriod = 20 * time.Millisecond
 	// quietRead is how long a peer that is refused has for what it is just sending.
 	quietRead = 5 * time.Millisecond
 )
@@ -44,6 +44,7 @@ func (b *budget) give() { b.left.Add(1) }
 func (c *conn) copyPlain(d splice.Direction) (wrote bool, err error) {
 	src, dst := c.legs[d].sock, c.legs[1-d].sock
 	src.SetReadDeadline(time.Time{})
+	c.settle()
 	var b []byte
 	if n := c.l.cfg.BufferSize; n > 0 {
 		b = make([]byte, n)

@@ -60,6 +60,7 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 	for {
 		switch err := raw.Read(read); {
 		case errors.Is(err, os.ErrDeadlineExceeded):
+			c.settle()
 			if now := f.copied.Load(); now == last {
 				if c.park(d) {
 					return true, false, nil
@@ -84,6 +85,9 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 			src.sock.SetReadDeadline(time.Now().Add(quietPeriod))
 		}
 		full := n == len(*buf)
+		if full || f.copied.Load() >= 2*bufferSize {
+			c.settle()
+		}
 		w, err := dst.sock.Write((*buf)[:n])
 		buffers.Put(buf)
 		f.copied.Add(uint64(w))

@@ -311,6 +311,15 @@ func TestOurSocketsHaveKeepaliveAndNoMPTCP(t *testing.T) {
 	send(t, service, []byte("x"))
 	expect(t, client, "x")
 	for _, c := range r.conns() {
+		// A connection that is over at once doesn't need them.
+		eventually(t, "keepalive on the upstream's leg", func() (on bool) {
+			control(tcpOf(c.legs[1].sock), func(fd int) error {
+				n, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_KEEPCNT)
+				on = err == nil && n == 5
+				return nil
+			})
+			return on
+		})
 		for i := range c.legs {
 			tcp := tcpOf(c.legs[i].sock)
 			for opt, want := range map[int]int{unix.TCP_KEEPIDLE: 7, unix.TCP_KEEPINTVL: 3, unix.TCP_KEEPCNT: 5, unix.TCP_NODELAY: 1} {
@@ -332,4 +341,23 @@ func TestOurSocketsHaveKeepaliveAndNoMPTCP(t *testing.T) {
 	if !strings.Contains(r.addr, "127.0.0.1:") {
 		t.Error(r.addr)
 	}
+}
+
+func TestHalfOpenConnectionsHaveKeepaliveToo(t *testing.T) {
+	r := newRig(t, nil, onListener(func(l *Listener) { l.KeepAlive = KeepAlive{Idle: 7 * time.Second, Interval: 3 * time.Second, Count: 5} }))
+	client, service := r.pair()
+	r.touch(client, service)
+	if err := client.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	expectEOF(t, service)
+	up := tcpOf(r.conns()[0].legs[1].sock)
+	eventually(t, "keepalive on the upstream's leg", func() (on bool) {
+		control(up, func(fd int) error {
+			n, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE)
+			on = err == nil && n == 1
+			return nil
+		})
+		return on
+	})
 }

@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/rs/zerolog"
@@ -120,7 +121,13 @@ func (l *listener) listen(ctx context.Context) (net.Listener, error) {
 	var lc net.ListenConfig
 	// The bypass doesn't take MPTCP, and a plain connection is what was asked for.
 	lc.SetMultipathTCP(false)
-	l.cfg.KeepAlive.apply(&lc.KeepAlive, &lc.KeepAliveConfig)
+	if ownKeepAlive {
+		// Accepted sockets inherit it.
+		lc.KeepAlive = -1
+		lc.Control = func(_, _ string, raw syscall.RawConn) error { return l.cfg.KeepAlive.Set(raw) }
+	} else {
+		l.cfg.KeepAlive.apply(&lc.KeepAlive, &lc.KeepAliveConfig)
+	}
 	ln, err := lc.Listen(ctx, "tcp", l.cfg.Listen)
 	if err != nil {
 		return nil, listenError(l.cfg.Listen, err)

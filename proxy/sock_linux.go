@@ -1,7 +1,10 @@
 package proxy
 
 import (
+	"errors"
 	"net"
+	"net/netip"
+	"os"
 	"syscall"
 	"time"
 
@@ -117,6 +120,63 @@ const (
 	nearRTT    = time.Millisecond
 	nearBuffer = 1 << 20
 )
+
+// ownKeepAlive says that KeepAlive.Set works, and that accepted sockets have the
+// options of the listening one. Package net would set four options on every
+// socket, also on those of connections that are over before they matter.
+const ownKeepAlive = true
+
+// Set sets the options on a TCP socket, unless k turns keepalive off or the socket has it on already.
+// Accepted sockets inherit those of a listening one.
+func (k KeepAlive) Set(raw syscall.RawConn) error {
+	if k.Idle <= 0 {
+		return nil
+	}
+	seconds := func(d time.Duration) int { return int((d + time.Second - 1) / time.Second) }
+	var err error
+	cerr := raw.Control(func(fd uintptr) {
+		if on, e := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_KEEPALIVE); e != nil || on != 0 {
+			err = os.NewSyscallError("getsockopt SO_KEEPALIVE", e)
+			return
+		}
+		for _, o := range []struct {
+			text               string
+			level, name, value int
+		}{
+			{"SO_KEEPALIVE", unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1},
+			{"TCP_KEEPIDLE", unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, seconds(k.Idle)},
+			{"TCP_KEEPINTVL", unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, seconds(k.Interval)},
+			{"TCP_KEEPCNT", unix.IPPROTO_TCP, unix.TCP_KEEPCNT, k.Count},
+		} {
+			if err = unix.SetsockoptInt(int(fd), o.level, o.name, o.value); err != nil {
+				err = os.NewSyscallError("setsockopt "+o.text, err)
+				return
+			}
+		}
+	})
+	return errors.Join(cerr, err)
+}
+
+// Connect connects a non-blocking TCP socket, from a net.Dialer's Control
+// and as its last act. Where the peer is on this host the handshake is over when connect(2)
+// returns, though it says EINPROGRESS; package net's own connect(2) then finds the
+// socket connected, and neither waits for the poller nor starts a goroutine for it. Where
+// the peer is elsewhere nothing has changed for it. All errors are its to find.
+// Not for a Dialer with a LocalAddr: that is bound after Control.
+func Connect(raw syscall.RawConn, to netip.AddrPort) {
+	if to.Addr().Zone() != "" {
+		return
+	}
+	_ = raw.Control(func(fd uintptr) {
+		var sa unix.Sockaddr
+		if a := to.Addr().Unmap(); a.Is4() {
+			sa = &unix.SockaddrInet4{Port: int(to.Port()), Addr: a.As4()}
+		} else {
+			sa = &unix.SockaddrInet6{Port: int(to.Port()), Addr: a.As16()}
+		}
+		_ = unix.Connect(int(fd), sa)
+	})
+}
 
 // boundQueues limits what a connection that is copied takes in for a receiver
 // that doesn't read: without it the kernel grows the buffers of both legs as long as

@@ -4,6 +4,8 @@ package proxy
 
 import (
 	"net"
+	"net/netip"
+	"syscall"
 	"time"
 )
 
@@ -32,3 +34,11 @@ func waitHangUp(*net.TCPConn) bool { return false }
 
 // boundQueues leaves the kernel's own limits.
 func boundQueues(Stream) {}
+
+const ownKeepAlive = false
+
+// Set does nothing: package net sets the options.
+func (k KeepAlive) Set(syscall.RawConn) error { return nil }
+
+// Connect does nothing: package net connects.
+func Connect(syscall.RawConn, netip.AddrPort) {}

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 	"unicode"
 )
@@ -101,9 +102,22 @@ func (l *listener) dialAddress(ctx context.Context, a address, timeout time.Dura
 		}
 		return c.(*net.UnixConn), nil
 	}
-	d.Control, d.FallbackDelay = control, -1
+	d.FallbackDelay = -1
+	d.Control = func(network, address string, raw syscall.RawConn) error {
+		if control != nil {
+			if err := control(network, address, raw); err != nil {
+				return err
+			}
+		}
+		Connect(raw, a.tcp)
+		return nil
+	}
 	d.SetMultipathTCP(false)
-	l.cfg.KeepAlive.apply(&d.KeepAlive, &d.KeepAliveConfig)
+	if ownKeepAlive {
+		d.KeepAlive = -1 // when the connection settles
+	} else {
+		l.cfg.KeepAlive.apply(&d.KeepAlive, &d.KeepAliveConfig)
+	}
 	c, err := d.DialContext(ctx, "tcp", a.tcp.String())
 	if err != nil {
 		return nil, err

@@ -19,8 +19,8 @@ func (c *conn) armLocked() {
 	if limit <= 0 || c.killed || c.closed {
 		return
 	}
-	// The first look only takes the sample: movement since then counts.
-	c.lookLocked(time.Now())
+	// No look yet: most connections have ended by then. What TCP moved tells its
+	// time itself; counters that moved before the first look count as moved by then.
 	wait := time.Until(c.lastMove.Add(limit))
 	if c.needsCounts() {
 		// Counters don't say when they moved.

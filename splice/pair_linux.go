@@ -97,7 +97,7 @@ func addrOf(a net.Addr) netip.AddrPort {
 func (c *Candidate) Control(_, _ string, rc syscall.RawConn) error {
 	m := bpf.ShuntMember{Slot: c.slot, Gen: c.gen, Role: bpf.ShuntRoleROLE_B}
 	return rc.Control(func(fd uintptr) {
-		if err := c.k.obj.Members.Put(int32(fd), m); err != nil {
+		if err := c.k.obj.Members.Put(int32(fd), &m); err != nil {
 			c.k.opt.Log.Debug().Err(err).Msg("register upstream socket")
 		}
 	})

@@ -17,6 +17,9 @@ import (
 // bufSize is what Forward takes at a time; more than A's receive buffer.
 const bufSize = 64 << 10
 
+// fewBytes is far less than any send buffer: nobody waits for their acknowledgement.
+const fewBytes = 1 << 10
+
 var buffers = sync.Pool{New: func() any { b := make([]byte, bufSize); return &b }}
 
 // Route is a connection on the bypass. It keeps both connections referenced.
@@ -74,7 +77,7 @@ func (r *Route) legs(d Direction) (src, dst *net.TCPConn) {
 // early, and so does a read deadline of the source, after which it may be
 // called again.
 //
-// Bytes are taken off the socket only after they were handed on and counted:
+// But for the first few, bytes are taken off the socket only after they were handed on and counted:
 // the acknowledgement then wakes the sender, and its next send finds nothing in flight.
 func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 	src, dst := r.legs(d)
@@ -83,6 +86,11 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 		return sum, &EndError{Err: err}
 	}
 	flow := &r.p.Flow[d]
+	// First bytes are few, mostly: they are simply read.
+	peek, most := 0, fewBytes
+	if atomic.LoadUint64(&flow.Forwarded) > 0 {
+		peek, most = unix.MSG_PEEK, bufSize
+	}
 	var buf *[]byte
 	defer func() {
 		if buf != nil {
@@ -97,7 +105,7 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 				buf = buffers.Get().(*[]byte)
 			}
 			for {
-				n, _, rerr = unix.Recvfrom(int(fd), *buf, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+				n, _, rerr = unix.Recvfrom(int(fd), (*buf)[:most], peek|unix.MSG_DONTWAIT)
 				if rerr != unix.EINTR {
 					break
 				}
@@ -123,6 +131,10 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 		}
 		sum += uint64(n)
 		atomic.AddUint64(&flow.Forwarded, uint64(n))
+		if peek == 0 {
+			peek, most = unix.MSG_PEEK, bufSize
+			continue
+		}
 		if err := discard(src, n); err != nil {
 			return sum, &EndError{Err: err}
 		}
@@ -133,8 +145,10 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 // must be room first: the kernel would take it in any case.
 func (r *Route) hand(d Direction, dst *net.TCPConn, b []byte) error {
 	for len(b) > 0 {
-		if err := r.waitRoom(d); err != nil {
-			return err
+		if !r.roomForSure(d, len(b)) {
+			if err := r.waitRoom(d); err != nil {
+				return err
+			}
 		}
 		n, err := dst.Write(b)
 		b = b[n:]
@@ -208,6 +222,12 @@ func (r *Route) look(d Direction) (waiting uint64, gone bool, err error) {
 		return 0, false, err
 	}
 	return cost(v), v.State == 0 || v.State == unix.BPF_TCP_CLOSE, nil
+}
+
+// roomForSure says that n more bytes would be within the limit if nothing had been taken yet,
+// and each byte were a message.
+func (r *Route) roomForSure(d Direction, n int) bool {
+	return (r.sent(d)+uint64(n))*(messageCost+1) <= uint64(r.k.limit())
 }
 
 // waitRoom blocks while the receiver's queue is over the limit.
@@ -321,6 +341,9 @@ func (r *Route) Close() RouteStats {
 // settle reads the rest of a living sender's window. The sender has finished, or meets a closed connection.
 func (r *Route) settle(d Direction, seen map[uint64]view) {
 	role := r.sender(d)
+	if atomic.LoadUint32(&r.p.End[role].Gone) != 0 {
+		return // it said so itself
+	}
 	f := &r.p.Flow[d]
 	for range 4 {
 		granted := atomic.LoadUint64(&f.Granted)

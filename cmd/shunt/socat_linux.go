@@ -201,6 +201,7 @@ func (f *forwarding) listener() proxy.Listener {
 	l.ListenFunc, l.DialFunc, l.Admit = f.openDown, f.openUp, f.admit
 	l.Once = !f.fork
 	l.QuietEnds = true
+	l.KeepAlive = keepAlive(f.up)
 	l.IdleTimeout = line.idle
 	if line.closeWait >= 0 {
 		l.HalfOpenTimeout = max(line.closeWait, time.Millisecond)

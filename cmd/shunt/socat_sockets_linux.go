@@ -160,13 +160,16 @@ func (f *forwarding) setConnected(a *address, s proxy.Stream, want func(phase) b
 }
 
 // keepAlive is the proxy's default unless the address turns it off.
-func keepAlive(a *address) (time.Duration, net.KeepAliveConfig) {
+func keepAlive(a *address) proxy.KeepAlive {
 	if !a.onUnless("keepalive", true) {
-		return -1, net.KeepAliveConfig{}
+		return proxy.KeepAlive{}
 	}
-	return 0, net.KeepAliveConfig{
-		Enable: true, Idle: proxy.DefaultKeepAliveIdle, Interval: proxy.DefaultKeepAliveInterval, Count: proxy.DefaultKeepAliveCount,
-	}
+	return proxy.DefaultListener().KeepAlive
+}
+
+// tunesKeepAlive says that a has keepalive options of its own.
+func tunesKeepAlive(a *address) bool {
+	return a.get("keepidle") != nil || a.get("keepintvl") != nil || a.get("keepcnt") != nil
 }
 
 // inNetns runs g on a thread that is in a's network namespace.
@@ -360,10 +363,10 @@ func (f *forwarding) listenTCP(ctx context.Context, a *address) (net.Listener, e
 			}
 			err = f.setOptions(a, int(fd), onListening)
 		})
-		return errors.Join(cerr, err)
+		return errors.Join(cerr, err, keepAlive(a).Set(c))
 	}}
 	lc.SetMultipathTCP(false)
-	lc.KeepAlive, lc.KeepAliveConfig = keepAlive(a)
+	lc.KeepAlive = -1
 	return lc.Listen(ctx, network, netip.AddrPortFrom(ip, port).String())
 }
 
@@ -545,17 +548,27 @@ func (f *forwarding) connect(ctx context.Context, a *address, control proxy.Cont
 	return s, nil
 }
 
-// dialer returns a dialer that sets a's options.
-func (f *forwarding) dialer(a *address, control proxy.ControlFunc) *net.Dialer {
-	d := &net.Dialer{FallbackDelay: -1, Control: func(network, addr string, c syscall.RawConn) (err error) {
+// dialer returns a dialer from local, where that is valid, that sets a's options.
+func (f *forwarding) dialer(a *address, local, to netip.AddrPort, control proxy.ControlFunc) *net.Dialer {
+	d := &net.Dialer{FallbackDelay: -1, KeepAlive: -1, Control: func(network, addr string, c syscall.RawConn) (err error) {
 		cerr := c.Control(func(fd uintptr) { err = f.setOptions(a, int(fd), onDialling) })
-		if err = errors.Join(cerr, err); err == nil && control != nil {
+		err = errors.Join(cerr, err)
+		if err == nil && to.IsValid() && (a == f.down || tunesKeepAlive(a)) {
+			// What a sets itself comes when it is connected. The upstream gets the defaults from the proxy.
+			err = keepAlive(a).Set(c)
+		}
+		if err == nil && control != nil {
 			err = control(network, addr, c)
+		}
+		if err == nil && to.IsValid() && !local.IsValid() {
+			proxy.Connect(c, to)
 		}
 		return err
 	}}
+	if local.IsValid() {
+		d.LocalAddr = net.TCPAddrFromAddrPort(local)
+	}
 	d.SetMultipathTCP(false)
-	d.KeepAlive, d.KeepAliveConfig = keepAlive(a)
 	return d
 }
 
@@ -579,10 +592,7 @@ func (f *forwarding) connectTCP(ctx context.Context, a *address, control proxy.C
 			return nil, err
 		}
 		for _, local := range locals {
-			d := f.dialer(a, control)
-			if local.IsValid() {
-				d.LocalAddr = net.TCPAddrFromAddrPort(local)
-			}
+			d := f.dialer(a, local, to, control)
 			var c net.Conn
 			last = inNetns(a, func() (err error) {
 				c, err = d.DialContext(ctx, "tcp", to.String())
@@ -651,7 +661,7 @@ func (f *forwarding) locals(ctx context.Context, a *address, to netip.Addr) ([]n
 func (f *forwarding) connectUnix(ctx context.Context, a *address) (proxy.Stream, error) {
 	name := unixName(a.typ.kind, a.params[0])
 	f.log.printf('N', "opening connection to AF=1 %q", a.params[0])
-	d := f.dialer(a, nil)
+	d := f.dialer(a, netip.AddrPort{}, netip.AddrPort{}, nil)
 	if v := a.textOf("bind"); v != "" {
 		d.LocalAddr = &net.UnixAddr{Name: unixName(a.typ.kind, v), Net: "unix"}
 	}
