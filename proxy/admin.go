@@ -21,28 +21,28 @@ import (
 
 // admin is the admin endpoint.
 type admin struct {
-	addr string
-	path string // of the UNIX socket, if it is one
-	made os.FileInfo
-	ln   net.Listener
-	http *http.Server
+	listen string // as configured
+	addr   string
+	path   string // of the UNIX socket, if it is one
+	made   os.FileInfo
+	ln     net.Listener
+	http   *http.Server
 }
 
-// openAdmin listens; serve answers.
-func openAdmin(s *Server) (*admin, error) {
-	a := &admin{}
-	var ln net.Listener
+// openAdmin listens at listen; serve answers.
+func openAdmin(s *Server, listen string) (*admin, error) {
+	a := &admin{listen: listen}
 	var err error
-	if path, ok := strings.CutPrefix(s.cfg.Admin, "unix:"); ok {
-		a.path, a.addr = path, s.cfg.Admin
-		ln, a.made, err = listenUnix(path)
+	if path, ok := strings.CutPrefix(listen, "unix:"); ok {
+		a.path, a.addr = path, listen
+		a.ln, a.made, err = listenUnix(path)
 	} else {
 		var lc net.ListenConfig
 		lc.SetMultipathTCP(false)
-		if ln, err = lc.Listen(context.Background(), "tcp", s.cfg.Admin); err != nil {
-			return nil, listenError(s.cfg.Admin, err)
+		if a.ln, err = lc.Listen(context.Background(), "tcp", listen); err != nil {
+			return nil, listenError(listen, err)
 		}
-		a.addr = ln.Addr().String()
+		a.addr = a.ln.Addr().String()
 	}
 	if err != nil {
 		return nil, err
@@ -66,7 +66,6 @@ func openAdmin(s *Server) (*admin, error) {
 		json.NewEncoder(w).Encode(s.Connections())
 	})
 	a.http = &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, WriteTimeout: time.Minute, IdleTimeout: time.Minute}
-	a.ln = ln
 	if why := a.exposed(); why != "" {
 		s.log.Warn().Str("addr", a.addr).Str("reason", why).Msg("the admin endpoint has no authentication")
 	}
@@ -141,6 +140,7 @@ func (a *admin) close() {
 			os.Remove(a.path)
 		}
 	}
+	a.ln.Close() // the HTTP server knows of it only while it serves
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	if err := a.http.Shutdown(ctx); errors.Is(err, context.DeadlineExceeded) {

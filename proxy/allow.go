@@ -96,13 +96,14 @@ type gate struct {
 	perSource   int
 	rates       *rates // nil: no bound
 
-	mu   sync.Mutex
+	// Of the gates that a listener has one after the other the first's.
+	mu   *sync.Mutex
 	live map[netip.Addr]int // by source; no longer than the listener has connections
 }
 
 // newGate returns nil for a listener that everybody may connect to.
 func newGate(cfg *Listener) *gate {
-	g := &gate{allow: cfg.Allow, deny: cfg.Deny, perSource: cfg.MaxConnectionsPerSource}
+	g := &gate{allow: cfg.Allow, deny: cfg.Deny, perSource: cfg.MaxConnectionsPerSource, mu: new(sync.Mutex)}
 	if g.perSource > 0 {
 		g.live = map[netip.Addr]int{}
 	}
@@ -141,6 +142,21 @@ func (g *gate) enter(peer Stream) (refusal string) {
 		g.live[source]++
 	}
 	return ""
+}
+
+// takeOver goes on with what old, the gate of the listener's former settings,
+// knows of the sources.
+func (g *gate) takeOver(old *gate) {
+	if g == nil || old == nil {
+		return
+	}
+	g.mu = old.mu
+	if g.live != nil && old.live != nil {
+		g.live = old.live
+	}
+	if g.rates != nil && old.rates != nil && g.rates.interval == old.rates.interval && g.rates.capacity == old.rates.capacity {
+		g.rates = old.rates
+	}
 }
 
 // leave ends what enter has counted.

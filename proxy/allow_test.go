@@ -275,7 +275,7 @@ func TestSuppressedLinesAreCounted(t *testing.T) {
 	if s := r.log.String(); strings.Contains(s, "suppressed") && strings.Count(s, "peer refused") < 2 {
 		t.Errorf("the first line says that others were suppressed:\n%s", s)
 	}
-	l := r.srv.listeners[0].refused[refusedACL]
+	l := r.srv.listeners[0].past.refused[refusedACL]
 	l.log.mu.Lock()
 	l.log.last = time.Time{} // as if the second were over
 	skipped := l.log.skipped

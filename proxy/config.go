@@ -122,7 +122,7 @@ type Config struct {
 	AccessLog bool
 	// BypassUnsupported says, where the Server has no Bypass, why not; it is shown in logs and on the admin endpoint.
 	BypassUnsupported string
-	// Opened, unless nil, is called by Start once everything is open, before anything is accepted; an error ends Start.
+	// Opened, unless nil, is called by Open once everything is open, before anything is accepted; an error ends Open.
 	Opened func() error
 	// FIONREADWrong says that redirected bytes are invisible to FIONREAD on this kernel: listeners with BypassAuto then copy.
 	FIONREADWrong bool

@@ -160,6 +160,15 @@ func (k KeepAlive) apply(d *time.Duration, c *net.KeepAliveConfig) {
 	*c = net.KeepAliveConfig{Enable: true, Idle: k.Idle, Interval: k.Interval, Count: k.Count}
 }
 
+// set sets it on a connected socket.
+func (k KeepAlive) set(c *net.TCPConn) {
+	if k.Idle <= 0 {
+		c.SetKeepAlive(false)
+		return
+	}
+	c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: k.Idle, Interval: k.Interval, Count: k.Count})
+}
+
 // watchLeave calls left if the client resets down before the returned stop
 // is called; stop says whether it did. It reads nothing from down.
 // Other streams than TCP can't say a reset from an end.

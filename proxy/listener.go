@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -21,44 +22,61 @@ type listener struct {
 	srv      *Server
 	cfg      Listener
 	log      zerolog.Logger
+	given    net.Listener // an open listening socket that it takes over, or nil
 	ln       atomic.Pointer[net.Listener]
 	withdraw func()
 	upstream Upstream      // without a DialFunc
 	noBypass splice.Reason // why no connection is bypassed, or empty
-	slots    slots
+	slots    *slots
 	gate     *gate
 	limitLog rate
 	dialLog  rate
-	refused  map[string]*refused
 	closing  chan struct{}
 	closed   sync.Once
-	loop     chan struct{} // closed when accept has returned; nil before
+	loop     chan struct{}      // closed when accept has returned; nil before it is started
+	pings    chan chan struct{} // the accept loop closes what it is sent
+	past     *past              // shared with former listeners of the name
 
-	// What was, without the live connections; guarded by srv.mu.
-	past struct {
-		connections uint64
-		counts      counts
-		declined    map[splice.Reason]uint64
-		dialErrors  map[string]uint64
-		ends        map[string]uint64
+	// adjustKeepAlive: the listening socket was made for another keepalive.
+	adjustKeepAlive bool
+}
+
+// past is what was of all listeners of one name, without the live
+// connections; guarded by Server.mu.
+type past struct {
+	connections uint64
+	live        int
+	counts      counts
+	declined    map[splice.Reason]uint64
+	dialErrors  map[string]uint64
+	ends        map[string]uint64
+	refused     map[string]*refused // counts by itself
+	high        counts              // the highest seen: counters never go back
+	gone        bool                // no listener has the name any more
+}
+
+func newPast() *past {
+	p := &past{
+		declined:   map[splice.Reason]uint64{},
+		dialErrors: map[string]uint64{},
+		ends:       map[string]uint64{},
+		refused:    map[string]*refused{},
 	}
+	for _, r := range refusals {
+		p.refused[r] = &refused{}
+	}
+	return p
 }
 
 func newListener(s *Server, cfg Listener) *listener {
 	l := &listener{
-		srv: s, cfg: cfg, closing: make(chan struct{}),
+		srv: s, cfg: cfg, closing: make(chan struct{}), pings: make(chan chan struct{}, 1),
 		log:  s.log.With().Str("listener", cfg.Name).Logger(),
-		gate: newGate(&cfg), refused: map[string]*refused{},
-	}
-	for _, r := range refusals {
-		l.refused[r] = &refused{}
+		gate: newGate(&cfg), past: newPast(),
 	}
 	if cfg.DialFunc == nil {
 		l.upstream, _ = ParseUpstream(cfg.Upstream) // Validate has seen the error
 	}
-	l.past.declined = map[splice.Reason]uint64{}
-	l.past.dialErrors = map[string]uint64{}
-	l.past.ends = map[string]uint64{}
 	switch {
 	case cfg.Bypass == BypassOff || cfg.Tap != nil || cfg.Way != BothWays:
 		l.noBypass = splice.ReasonOff
@@ -76,13 +94,16 @@ func newListener(s *Server, cfg Listener) *listener {
 
 // open listens, and announces the listener to the bypass.
 func (l *listener) open() error {
-	listen := l.cfg.ListenFunc
-	if listen == nil {
-		listen = l.listen
-	}
-	ln, err := listen(context.Background())
-	if err != nil {
-		return err
+	ln := l.given
+	if ln == nil {
+		listen := l.cfg.ListenFunc
+		if listen == nil {
+			listen = l.listen
+		}
+		var err error
+		if ln, err = listen(context.Background()); err != nil {
+			return err
+		}
 	}
 	tcp, _ := ln.(*net.TCPListener)
 	if l.noBypass == "" && tcp == nil {
@@ -101,6 +122,12 @@ func (l *listener) open() error {
 		}
 	}
 	l.ln.Store(&ln)
+	return nil
+}
+
+// start begins to accept.
+func (l *listener) start() {
+	ln := *l.ln.Load()
 	e := l.log.Info().Str("addr", addrString(ln.Addr())).Str("upstream", l.cfg.Upstream).Bool("bypass", l.noBypass == "")
 	if l.noBypass != "" {
 		e = e.Str("reason", string(l.noBypass))
@@ -113,7 +140,7 @@ func (l *listener) open() error {
 		f(ln.Addr())
 	}
 	l.loop = make(chan struct{})
-	return nil
+	go l.accept()
 }
 
 // listen is the ListenFunc of a listener without one.
@@ -143,22 +170,56 @@ func (l *listener) policy(d splice.Direction) LegPolicy {
 	return l.cfg.Up
 }
 
-// close stops accepting; it returns when the accept loop has, if it ran.
-func (l *listener) close() {
+// close stops accepting and closes the listening socket; it returns when the
+// accept loop has, if it ran.
+func (l *listener) close() { l.end(false) }
+
+// retire stops accepting, and leaves the listening socket, its backlog
+// included, to the listener that takes it over and has announced it.
+func (l *listener) retire() { l.end(true) }
+
+func (l *listener) end(keep bool) {
 	l.closed.Do(func() {
 		close(l.closing)
-		ln := l.ln.Load()
-		if ln == nil {
+		p := l.ln.Load()
+		if p == nil {
 			return
 		}
-		if l.withdraw != nil {
-			l.withdraw()
+		ln := *p
+		if !keep {
+			l.unannounce()
+			ln.Close()
+		} else {
+			interrupt(ln, true)
 		}
-		(*ln).Close()
-		if l.srv.draining.Load() {
+		if l.loop != nil {
 			<-l.loop
 		}
+		if keep {
+			interrupt(ln, false)
+			l.unannounce()
+		}
 	})
+}
+
+func (l *listener) unannounce() {
+	if l.withdraw != nil {
+		l.withdraw()
+		l.withdraw = nil
+	}
+}
+
+// interrupt lets Accept return at once, or wait again.
+func interrupt(ln net.Listener, now bool) {
+	d, ok := ln.(interface{ SetDeadline(time.Time) error })
+	if !ok {
+		return
+	}
+	if now {
+		d.SetDeadline(time.Unix(1, 0))
+	} else {
+		d.SetDeadline(time.Time{})
+	}
 }
 
 // accept is the accept loop. At the limit of connections it doesn't accept:
@@ -168,18 +229,25 @@ func (l *listener) accept() {
 	ln := *l.ln.Load()
 	var wait time.Duration
 	for {
-		select {
-		case l.slots <- struct{}{}:
-		case <-l.closing:
-			return
+		for waited := false; !l.slots.try(waited); waited = true {
+			select {
+			case <-l.slots.freed:
+			case p := <-l.pings:
+				close(p)
+			case <-l.closing:
+				return
+			}
 		}
 		s, err := ln.Accept()
 		if err == nil {
 			wait = 0
 			down := s.(Stream) // as ListenFunc promises
+			if t := tcpOf(down); l.adjustKeepAlive && t != nil {
+				l.cfg.KeepAlive.set(t)
+			}
 			c := l.admit(down)
 			if c == nil {
-				<-l.slots
+				l.slots.give()
 				continue
 			}
 			if l.cfg.Once {
@@ -194,9 +262,15 @@ func (l *listener) accept() {
 			runtime.Gosched()
 			continue
 		}
-		<-l.slots
+		l.slots.give()
 		if errors.Is(err, net.ErrClosed) {
 			return
+		}
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			if l.interrupted(ln) {
+				return
+			}
+			continue
 		}
 		l.srv.acceptErrors.Add(1)
 		msg := "accept failed"
@@ -211,6 +285,21 @@ func (l *listener) accept() {
 			return
 		}
 	}
+}
+
+// interrupted is the accept loop's answer to interrupt: it ends, or answers a
+// ping and goes on.
+func (l *listener) interrupted(ln net.Listener) (end bool) {
+	// Before it looks for why: what comes later interrupts again.
+	interrupt(ln, false)
+	select {
+	case <-l.closing:
+		return true
+	case p := <-l.pings:
+		close(p)
+	default:
+	}
+	return false
 }
 
 // admit makes an accepted socket a connection; nil: the peer is refused, and closed.
@@ -242,7 +331,7 @@ type refused struct {
 // refuse closes a peer that is no connection. Nothing of it is left: a client's
 // socket that the bypass has enrolled is dropped by it when nobody claims it.
 func (l *listener) refuse(down Stream, why string, err error) {
-	r := l.refused[why]
+	r := l.past.refused[why]
 	r.count.Add(1)
 	if err != nil { // Admit has said it
 		l.log.Debug().Err(err).Str("down", addrString(down.RemoteAddr())).Msg("peer refused")
@@ -262,7 +351,7 @@ func (l *listener) add(down Stream) *conn {
 	c := &conn{l: l, start: time.Now()}
 	c.legs[0].sock = down
 	s.mu.Lock()
-	if n := s.cfg.MaxConnections; n > 0 && len(s.conns) >= n {
+	if n := s.maxConnections; n > 0 && len(s.conns) >= n {
 		s.mu.Unlock()
 		return nil
 	}
@@ -270,6 +359,7 @@ func (l *listener) add(down Stream) *conn {
 	c.id = s.lastID.Add(1)
 	s.conns[c.id] = c
 	l.past.connections++
+	l.past.live++
 	s.mu.Unlock()
 	if f := l.cfg.Trace.Accepted; f != nil {
 		f(c.id, down)
@@ -285,13 +375,15 @@ func (l *listener) finished(c *conn) {
 	delete(s.conns, c.id)
 	l.past.counts.add(n)
 	l.past.ends[c.cause]++
+	l.past.live--
+	s.forget(l)
 	s.mu.Unlock()
-	if s.cfg.AccessLog {
+	if s.accessLog.Load() {
 		c.logAccess(n)
 	}
 	l.log.Debug().Uint64("conn", c.id).Str("cause", c.cause).Msg("connection closed")
 	l.gate.leave(c.down())
-	<-l.slots
+	l.slots.give()
 	if f := l.cfg.Trace.Closed; f != nil {
 		f(c.id, c.cause, c.err)
 	}

@@ -2,7 +2,6 @@ package proxy
 
 import (
 	"strings"
-	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -16,10 +15,8 @@ type metrics struct {
 	srv      *Server
 	registry *prometheus.Registry
 
-	mu   sync.Mutex
-	high []counts // by listener, the highest seen: counters never go back
-
 	connections, active, bytes, declined, runs, dialErrors, acceptErrors, waits, ends, refused, bypass *prometheus.Desc
+	reloads, configured                                                                                *prometheus.Desc
 }
 
 func newMetrics(s *Server) *metrics {
@@ -27,7 +24,7 @@ func newMetrics(s *Server) *metrics {
 		return prometheus.NewDesc("shunt_"+name, help, labels, nil)
 	}
 	m := &metrics{
-		srv: s, registry: prometheus.NewRegistry(), high: make([]counts, len(s.listeners)),
+		srv: s, registry: prometheus.NewRegistry(),
 		connections:  desc("connections_total", "Connections accepted.", "listener"),
 		active:       desc("connections_active", "Live connections, by path; path dialling: not decided yet.", "listener", "path"),
 		bytes:        desc("bytes_total", "Bytes toward the upstream or the downstream, by path.", "listener", "direction", "path"),
@@ -39,6 +36,8 @@ func newMetrics(s *Server) *metrics {
 		ends:         desc("connections_ended_total", "Connections ended, by who ended them and how.", "listener", "cause"),
 		refused:      desc("refused_total", "Peers closed right after accept, by reason; they are no connections.", "listener", "reason"),
 		bypass:       desc("bypass_enabled", "Whether the listener's connections may be bypassed; if not, why.", "listener", "reason"),
+		reloads:      desc("reloads_total", "Reloads of the configuration, by result.", "result"),
+		configured:   desc("config_last_success_timestamp_seconds", "When the running configuration was taken, at the start or by a reload."),
 	}
 	m.registry.MustRegister(m, collectors.NewGoCollector(),
 		processMetrics{collectors.NewProcessCollector(collectors.ProcessCollectorOpts{})})
@@ -76,7 +75,7 @@ func ofNamespace(d *prometheus.Desc) bool { return strings.Contains(d.String(), 
 // Describe implements prometheus.Collector.
 func (m *metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{m.connections, m.active, m.bytes, m.declined, m.runs,
-		m.dialErrors, m.acceptErrors, m.waits, m.ends, m.refused, m.bypass} {
+		m.dialErrors, m.acceptErrors, m.waits, m.ends, m.refused, m.bypass, m.reloads, m.configured} {
 		ch <- d
 	}
 }
@@ -89,41 +88,38 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
 	s := m.srv
 	// One hold of the mutex for all of it: a connection is live or past, never both or
 	// neither.
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	total := make([]counts, len(s.listeners))
-	paths := make([]map[string]int, len(s.listeners))
-	index := map[*listener]int{}
-	for i, l := range s.listeners {
-		index[l] = i
-		total[i].add(l.past.counts)
-		paths[i] = map[string]int{"copy": 0, "bypass": 0, "dialling": 0}
+	type now struct {
+		total counts
+		paths map[string]int
+	}
+	by := map[*past]*now{}
+	for _, p := range s.past {
+		by[p] = &now{p.counts, map[string]int{"copy": 0, "bypass": 0, "dialling": 0}}
 	}
 	for _, c := range s.conns {
-		i := index[c.l]
+		n := by[c.l.past]
 		c.mu.Lock()
-		total[i].add(c.countsLocked())
+		n.total.add(c.countsLocked())
 		switch {
 		case c.state < stateCopying:
-			paths[i]["dialling"]++
+			n.paths["dialling"]++
 		case c.route != nil:
-			paths[i]["bypass"]++
+			n.paths["bypass"]++
 		default:
-			paths[i]["copy"]++
+			n.paths["copy"]++
 		}
 		c.mu.Unlock()
 	}
-	for i, l := range s.listeners {
-		name := l.cfg.Name
-		h := &m.high[i]
-		h.raise(total[i])
-		counter(m.connections, l.past.connections, name)
-		for path, n := range paths[i] {
+	for name, p := range s.past {
+		h := &p.high
+		h.raise(by[p].total)
+		counter(m.connections, p.connections, name)
+		for path, n := range by[p].paths {
 			gauge(m.active, float64(n), name, path)
 		}
 		for _, d := range []splice.Direction{splice.Up, splice.Down} {
@@ -131,26 +127,31 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 			counter(m.bytes, h.bypassed[d], name, d.String(), "bypass")
 		}
 		for _, r := range splice.Reasons {
-			counter(m.declined, l.past.declined[r], name, string(r))
+			counter(m.declined, p.declined[r], name, string(r))
 		}
 		counter(m.runs, h.runs, name)
 		counter(m.waits, h.waits, name)
 		for _, k := range dialKinds {
-			counter(m.dialErrors, l.past.dialErrors[k], name, k)
-			counter(m.ends, l.past.ends["dial-"+k], name, "dial-"+k)
+			counter(m.dialErrors, p.dialErrors[k], name, k)
+			counter(m.ends, p.ends["dial-"+k], name, "dial-"+k)
 		}
 		for _, c := range causes {
-			counter(m.ends, l.past.ends[c], name, c)
+			counter(m.ends, p.ends[c], name, c)
 		}
 		for _, r := range refusals {
-			counter(m.refused, l.refused[r].count.Load(), name, r)
+			counter(m.refused, p.refused[r].count.Load(), name, r)
 		}
+	}
+	for _, l := range s.listeners {
 		on := 0.0
 		if l.noBypass == "" {
 			on = 1
 		}
-		gauge(m.bypass, on, name, string(l.noBypass))
+		gauge(m.bypass, on, l.cfg.Name, string(l.noBypass))
 	}
+	counter(m.reloads, s.reloads.good, "ok")
+	counter(m.reloads, s.reloads.bad, "error")
+	gauge(m.configured, float64(s.reloads.at.UnixMilli())/1000)
 	counter(m.acceptErrors, s.acceptErrors.Load())
 }
 

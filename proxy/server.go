@@ -19,26 +19,36 @@ import (
 // Server is a running proxy: its listeners, their connections, and the admin
 // endpoint. Its methods are safe for concurrent use.
 type Server struct {
-	cfg       Config
-	bypass    Bypass
-	log       zerolog.Logger
-	resolver  *net.Resolver
-	listeners []*listener
-	parking   *parking
-	pipes     budget
-	tidy      tidy
-	admin     *admin
-	metrics   *metrics
+	cfg      Config // the one that it was made with; Reload changes what is below
+	bypass   Bypass
+	log      zerolog.Logger
+	resolver *net.Resolver
+	parking  *parking
+	pipes    budget
+	tidy     tidy
+	metrics  *metrics
+	derived  *slots // of the listeners without a limit of their own
+
+	accessLog atomic.Bool
 
 	lastID   atomic.Uint64
 	ready    atomic.Bool
 	draining atomic.Bool
+	opened   atomic.Bool
 	live     sync.WaitGroup
 
-	mu      sync.Mutex
-	conns   map[uint64]*conn
-	started bool
-	stopped chan struct{} // closed when everything is; made by Shutdown
+	// changing is held while listeners are opened or closed; before mu.
+	changing sync.Mutex
+
+	mu             sync.Mutex
+	conns          map[uint64]*conn
+	listeners      []*listener      // never changed in place
+	past           map[string]*past // of the listeners, and of former ones that have live connections
+	admin          *admin
+	maxConnections int // of all listeners together; 0: no limit
+	reloads        reloads
+	started        bool
+	stopped        chan struct{} // closed when everything is; made by Shutdown
 
 	acceptErrors atomic.Uint64
 }
@@ -53,10 +63,15 @@ func New(cfg Config, bypass Bypass, log zerolog.Logger) (*Server, error) {
 		cfg: cfg, bypass: bypass, log: log,
 		resolver: net.DefaultResolver,
 		conns:    map[uint64]*conn{},
+		past:     map[string]*past{},
 	}
 	for _, lc := range cfg.Listeners {
-		s.listeners = append(s.listeners, newListener(s, lc))
+		l := newListener(s, lc)
+		s.listeners = append(s.listeners, l)
+		s.past[lc.Name] = l.past
 	}
+	s.accessLog.Store(cfg.AccessLog)
+	s.maxConnections = cfg.MaxConnections
 	s.metrics = newMetrics(s)
 	return s, nil
 }
@@ -145,30 +160,35 @@ func (l Listener) validate() error {
 	return nil
 }
 
-// Start opens all listeners and the admin endpoint, or none of them. It
-// raises RLIMIT_NOFILE to its hard limit first. It may be called once.
-func (s *Server) Start() (err error) {
+// Start is Open and Serve.
+func (s *Server) Start() error {
+	if err := s.Open(); err != nil {
+		return err
+	}
+	s.Serve()
+	return nil
+}
+
+// Open opens all listeners and the admin endpoint, or none of them; nothing
+// is accepted before Serve. It raises RLIMIT_NOFILE to its hard limit first.
+// It may be called once.
+func (s *Server) Open() (err error) {
+	s.changing.Lock()
+	defer s.changing.Unlock()
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.started {
+	again := s.started
+	s.started = true
+	s.mu.Unlock()
+	if again {
 		return errors.New("server was started before")
 	}
-	s.started = true
 	files, err := raiseFileLimit()
 	if err != nil {
 		return fmt.Errorf("getrlimit RLIMIT_NOFILE: %w", err)
 	}
 	defer func() {
 		if err != nil {
-			for _, l := range s.listeners {
-				l.close()
-			}
-			if s.admin != nil {
-				s.admin.close()
-			}
-			if s.parking != nil {
-				s.parking.close()
-			}
+			s.closeAll()
 		}
 	}()
 	if s.parking, err = newParking(s.wake); err != nil {
@@ -180,9 +200,13 @@ func (s *Server) Start() (err error) {
 		}
 	}
 	if s.cfg.Admin != "" {
-		if s.admin, err = openAdmin(s); err != nil {
+		a, err := openAdmin(s, s.cfg.Admin)
+		if err != nil {
 			return fmt.Errorf("admin: %w", err)
 		}
+		s.mu.Lock()
+		s.admin = a
+		s.mu.Unlock()
 	}
 	s.share(files)
 	if s.cfg.Opened != nil {
@@ -190,14 +214,37 @@ func (s *Server) Start() (err error) {
 			return err
 		}
 	}
+	s.opened.Store(true)
+	return nil
+}
+
+// Serve starts to accept, after Open.
+func (s *Server) Serve() {
+	s.changing.Lock()
+	defer s.changing.Unlock()
 	if s.admin != nil {
 		s.admin.serve()
 	}
 	for _, l := range s.listeners {
-		go l.accept()
+		l.start()
 	}
+	s.mu.Lock()
+	s.reloads.at = time.Now()
+	s.mu.Unlock()
 	s.ready.Store(true)
-	return nil
+}
+
+// closeAll closes what Open opened.
+func (s *Server) closeAll() {
+	for _, l := range s.listeners {
+		l.close()
+	}
+	if s.admin != nil {
+		s.admin.close()
+	}
+	if s.parking != nil {
+		s.parking.close()
+	}
 }
 
 // wake is the parking's.
@@ -222,13 +269,13 @@ const (
 func (s *Server) share(files uint64) {
 	free := int64(min(files, 1<<30)) - openFiles() - filesSpare
 	conns := max(free/(filesPerConn+filesPerPipe), 1)
-	derived := make(slots, conns)
+	s.derived = newSlots(int(conns))
 	for _, l := range s.listeners {
 		if l.cfg.MaxConnections == 0 {
-			l.slots = derived
+			l.slots = s.derived
 			continue
 		}
-		l.slots = make(slots, l.cfg.MaxConnections)
+		l.slots = newSlots(l.cfg.MaxConnections)
 		if int64(l.cfg.MaxConnections) > free/filesPerConn {
 			l.log.Warn().Int("max_connections", l.cfg.MaxConnections).Uint64("rlimit_nofile", files).
 				Msg("max_connections is more than the open files allow")
@@ -251,15 +298,11 @@ func openFiles() int64 {
 	return 16
 }
 
-// slots are places for connections; the listeners without a limit of their
-// own have them in common.
-type slots chan struct{}
-
 // Addrs returns the listening addresses, with real ports after Start; the
 // address of a listener that isn't TCP is invalid.
 func (s *Server) Addrs() []ListenAddr {
 	var a []ListenAddr
-	for _, l := range s.listeners {
+	for _, l := range s.current() {
 		if ln := l.ln.Load(); ln != nil {
 			a = append(a, ListenAddr{Name: l.cfg.Name, Addr: addrOf((*ln).Addr())})
 		}
@@ -270,10 +313,19 @@ func (s *Server) Addrs() []ListenAddr {
 // AdminAddr returns where the admin endpoint listens: "host:port" with the
 // real port, "unix:/path", or "" where there is none.
 func (s *Server) AdminAddr() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.admin == nil {
 		return ""
 	}
 	return s.admin.addr
+}
+
+// current returns the listeners that accept.
+func (s *Server) current() []*listener {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.listeners
 }
 
 // Shutdown drains the server: it isn't ready any more, stops accepting, and
@@ -287,10 +339,9 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	if first {
 		s.stopped = make(chan struct{})
 	}
-	started := s.started && s.parking != nil && s.ready.Load()
 	s.mu.Unlock()
 	if first {
-		if !started {
+		if !s.opened.Load() {
 			close(s.stopped)
 			return nil
 		}
@@ -315,12 +366,20 @@ func (s *Server) Shutdown(ctx context.Context) error {
 }
 
 func (s *Server) drain() {
+	s.changing.Lock()
 	for _, l := range s.listeners {
 		l.close()
 	}
-	// Only after the accept loops: no connection is missed.
+	s.changing.Unlock()
+	// Only after the accept loops: no connection is missed, nor one of a listener that was changed or removed meanwhile.
+	s.mu.Lock()
+	draining := map[*listener]bool{}
+	for _, c := range s.conns {
+		draining[c.l] = true
+	}
+	s.mu.Unlock()
 	var timers []*time.Timer
-	for _, l := range s.listeners {
+	for l := range draining {
 		timers = append(timers, time.AfterFunc(l.cfg.DrainTimeout, func() { s.killAll(l, causeDrain) }))
 	}
 	s.live.Wait()

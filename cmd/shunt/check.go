@@ -16,24 +16,23 @@ func configFlag(path *string) func(*flag.FlagSet) {
 
 // loadFlags parses the flags of a command that needs --config, and the file.
 // Where it returns nil, the invocation ends with code.
-func (c *command) loadFlags(args []string, s streams) (fc *fileConfig, code int) {
-	var file string
+func (c *command) loadFlags(args []string, s streams) (fc *fileConfig, file string, code int) {
 	if code, ok := c.parse(args, s, configFlag(&file)); !ok {
-		return nil, code
+		return nil, file, code
 	}
 	if file == "" {
-		return nil, c.badUsage(s, "--config FILE is missing")
+		return nil, file, c.badUsage(s, "--config FILE is missing")
 	}
 	fc, err := loadConfig(file, s.in)
 	if err != nil {
 		c.printError(s, err)
-		return nil, exitUsage
+		return nil, file, exitUsage
 	}
-	return fc, exitOK
+	return fc, file, exitOK
 }
 
 func checkCommand(_ context.Context, c *command, args []string, s streams) int {
-	fc, code := c.loadFlags(args, s)
+	fc, _, code := c.loadFlags(args, s)
 	if fc == nil {
 		return code
 	}

@@ -39,7 +39,8 @@ func commands() []*command {
 	return []*command{
 		{name: "run", args: "--config FILE", summary: "proxy connections until SIGTERM or SIGINT",
 			help: "Proxies connections as FILE says. The first SIGTERM or SIGINT stops accepting and\n" +
-				"lets live connections finish, for drain_timeout at most; the second ends them.",
+				"lets live connections finish, for drain_timeout at most; a second ends them. SIGHUP\n" +
+				"reads FILE again.",
 			run: runCommand},
 		{name: "check", args: "--config FILE", summary: "validate a configuration and print what it does",
 			help: "Validates FILE and prints where shunt would listen and where connections would go.\n" +

@@ -3,6 +3,7 @@ package main
 import (
 	"io"
 	"os"
+	"sync/atomic"
 	"time"
 
 	"github.com/mattn/go-isatty"
@@ -14,12 +15,33 @@ func init() {
 	zerolog.TimeFieldFormat = "2006-01-02T15:04:05.000Z07:00"
 }
 
-// newLogger returns the logger that a [log] table asks for.
-func newLogger(t logTable, w io.Writer) zerolog.Logger {
+// liveLog is a logger whose [log] table may change while it is in use, the
+// loggers derived from it included.
+type liveLog struct {
+	zerolog.Logger
+	to    io.Writer
+	out   atomic.Pointer[io.Writer]
+	level atomic.Int32
+}
+
+// newLog returns the logger that a [log] table asks for.
+func newLog(t logTable, w io.Writer) *liveLog {
+	l := &liveLog{to: w}
+	l.set(t)
+	l.Logger = zerolog.New(l).Sample(l).With().Timestamp().Logger()
+	return l
+}
+
+// newLogger is newLog where nothing will change.
+func newLogger(t logTable, w io.Writer) zerolog.Logger { return newLog(t, w).Logger }
+
+// set makes t the table.
+func (l *liveLog) set(t logTable) {
 	level, err := zerolog.ParseLevel(t.Level)
 	if err != nil {
 		level = zerolog.InfoLevel
 	}
+	w := l.to
 	if t.Format == "console" || t.Format == "auto" && isTerminal(w) {
 		w = zerolog.ConsoleWriter{
 			Out:        w,
@@ -27,8 +49,15 @@ func newLogger(t logTable, w io.Writer) zerolog.Logger {
 			TimeFormat: time.TimeOnly + ".000",
 		}
 	}
-	return zerolog.New(w).Level(level).With().Timestamp().Logger()
+	l.out.Store(&w)
+	l.level.Store(int32(level))
 }
+
+// Sample implements zerolog.Sampler: a line below the level costs nothing more.
+func (l *liveLog) Sample(level zerolog.Level) bool { return int32(level) >= l.level.Load() }
+
+// Write implements io.Writer.
+func (l *liveLog) Write(p []byte) (int, error) { return (*l.out.Load()).Write(p) }
 
 func isTerminal(w io.Writer) bool {
 	f, ok := w.(*os.File)

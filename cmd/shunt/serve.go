@@ -7,6 +7,7 @@ import (
 	"os/signal"
 	"runtime"
 	"syscall"
+	"time"
 
 	"github.com/rs/zerolog"
 
@@ -22,7 +23,7 @@ const (
 )
 
 func runCommand(ctx context.Context, c *command, args []string, s streams) int {
-	fc, code := c.loadFlags(args, s)
+	fc, file, code := c.loadFlags(args, s)
 	if fc == nil {
 		return code
 	}
@@ -35,7 +36,7 @@ func runCommand(ctx context.Context, c *command, args []string, s streams) int {
 		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
 		return exitUsage
 	}
-	if err := serve(ctx, fc, who, newLogger(fc.Log, s.err)); err != nil {
+	if err := serve(ctx, fc, file, who, newLog(fc.Log, s.err)); err != nil {
 		return exitFailure
 	}
 	return exitOK
@@ -57,10 +58,19 @@ func (fc *fileConfig) checkCgroup() error {
 	return nil
 }
 
+// service is a running shunt, as far as its signals change it.
+type service struct {
+	fc     *fileConfig // the one that runs
+	file   string      // where it was read; "-": stdin
+	log    *liveLog
+	server *proxy.Server
+	kernel *splice.Kernel
+}
+
 // serve runs the proxy until a signal or the end of ctx, and drains it; as
 // who, unless nil, from the moment on that everything is open. It logs the
 // error that it returns.
-func serve(ctx context.Context, fc *fileConfig, who *identity, log zerolog.Logger) (err error) {
+func serve(ctx context.Context, fc *fileConfig, file string, who *identity, log *liveLog) (err error) {
 	log.Info().Str("version", versionString()).Int("pid", os.Getpid()).Msg("shunt starts")
 	defer func() {
 		if err != nil {
@@ -70,68 +80,62 @@ func serve(ctx context.Context, fc *fileConfig, who *identity, log zerolog.Logge
 
 	// Before the bypass and the listeners come up: a signal meanwhile must not
 	// kill the process half-way.
-	signals := make(chan os.Signal, 2)
-	signal.Notify(signals, syscall.SIGTERM, os.Interrupt)
+	signals := make(chan os.Signal, 8)
+	signal.Notify(signals, syscall.SIGTERM, os.Interrupt, syscall.SIGHUP)
 	defer signal.Stop(signals)
 	// A log that nobody reads any more must not end live connections.
 	signal.Ignore(syscall.SIGPIPE)
 	defer signal.Reset(syscall.SIGPIPE)
-	defer ignoreHangUp(log)()
 
+	s := &service{fc: fc, file: file, log: log}
 	cfg := fc.proxyConfig()
-	kernel, err := openBypass(fc, &cfg, log)
-	if err != nil {
+	if s.kernel, err = openBypass(fc, &cfg, log.Logger); err != nil {
 		return err
 	}
 	var bypass proxy.Bypass
-	if kernel != nil {
+	if s.kernel != nil {
 		// After the server is shut down: its routes live in the kernel's maps.
 		defer func() {
-			if cerr := kernel.Close(); cerr != nil {
+			if cerr := s.kernel.Close(); cerr != nil {
 				log.Warn().Err(cerr).Msg("bypass not taken down cleanly")
 			}
 		}()
-		bypass = proxy.Splice(kernel)
+		bypass = proxy.Splice(s.kernel)
 	}
 
 	if who != nil {
 		cfg.Opened = func() error {
-			if err := dropPrivileges(who, log); err != nil {
+			if err := dropPrivileges(who, log.Logger); err != nil {
 				return fmt.Errorf("drop privileges: %w", err)
 			}
 			return nil
 		}
 	}
-	server, err := proxy.New(cfg, bypass, log)
-	if err != nil {
+	if s.server, err = proxy.New(cfg, bypass, log.Logger); err != nil {
 		return err
 	}
-	if err := server.Start(); err != nil {
+	if err := s.server.Start(); err != nil {
 		return err
 	}
-	logReady(server, log)
-
-	select {
-	case sig := <-signals:
-		log.Info().Str("signal", sig.String()).Msg("asked to end")
-	case <-ctx.Done():
-	}
-	return drain(server, signals, log)
+	logReady(s.server, log.Logger)
+	s.run(ctx, signals)
+	return drain(s.server, signals, log.Logger)
 }
 
-// ignoreHangUp says that SIGHUP changes nothing, until the returned function
-// is called: others re-read their configuration at it, or end.
-func ignoreHangUp(log zerolog.Logger) (stop func()) {
-	hup := make(chan os.Signal, 1)
-	signal.Notify(hup, syscall.SIGHUP)
-	go func() {
-		for range hup {
-			log.Warn().Msg("SIGHUP ignored: the configuration is read at start only; SIGTERM ends shunt")
+// run handles signals until one of them, or the end of ctx, asks for the end.
+func (s *service) run(ctx context.Context, signals <-chan os.Signal) {
+	for {
+		select {
+		case sig := <-signals:
+			if sig == syscall.SIGHUP {
+				s.reload()
+				continue
+			}
+			s.log.Info().Str("signal", sig.String()).Msg("asked to end")
+			return
+		case <-ctx.Done():
+			return
 		}
-	}()
-	return func() {
-		signal.Stop(hup)
-		close(hup)
 	}
 }
 
@@ -139,6 +143,7 @@ func ignoreHangUp(log zerolog.Logger) (stop func()) {
 // Kernel without an error means that everything is copied; cfg says why.
 func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.Kernel, error) {
 	if !fc.wantsBypass() {
+		cfg.BypassUnsupported = "every listener had it off when shunt started"
 		log.Info().Str("reason", "every listener has it off").Msg(msgBypassOff)
 		return nil, nil
 	}
@@ -201,8 +206,13 @@ func logReady(server *proxy.Server, log zerolog.Logger) {
 	log.Info().Dict("listeners", listeners).Str("admin", server.AdminAddr()).Msg(msgReady)
 }
 
+// repeatedSignal is how soon after the first a second signal is the same one
+// again: timeout(1) signals its child, and then its group.
+const repeatedSignal = 200 * time.Millisecond
+
 // drain lets live connections finish; a second signal ends them.
 func drain(server *proxy.Server, signals <-chan os.Signal, log zerolog.Logger) error {
+	first := time.Now()
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	done := make(chan error, 1)
@@ -210,8 +220,15 @@ func drain(server *proxy.Server, signals <-chan os.Signal, log zerolog.Logger) e
 	for {
 		select {
 		case sig := <-signals:
-			log.Warn().Str("signal", sig.String()).Msg("ending live connections")
-			cancel()
+			switch {
+			case sig == syscall.SIGHUP:
+				log.Warn().Str("signal", sig.String()).Msg("no reload: shunt is draining")
+			case time.Since(first) < repeatedSignal:
+				log.Debug().Str("signal", sig.String()).Msg("signal came twice")
+			default:
+				log.Warn().Str("signal", sig.String()).Msg("ending live connections")
+				cancel()
+			}
 		case err := <-done:
 			// That connections were ended, by the bound or by the second
 			// signal, is what was asked for.

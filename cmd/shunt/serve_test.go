@@ -196,13 +196,17 @@ type process struct {
 	lines <-chan map[string]any
 }
 
-func startProcess(t *testing.T, config string) *process {
+// startProcess gives config to its stdin; args replace "--config -".
+func startProcess(t *testing.T, config string, args ...string) *process {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &process{cmd: exec.Command(self, "run", "--config", "-")}
+	if len(args) == 0 {
+		args = []string{"--config", "-"}
+	}
+	p := &process{cmd: exec.Command(self, append([]string{"run"}, args...)...)}
 	p.cmd.Stdin = strings.NewReader(config)
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -287,7 +291,14 @@ func TestSecondSignalEndsNow(t *testing.T) {
 	c := dial(t, waitReady(t, p.lines))
 	exchange(t, c, "before")
 	p.signal(t)
+	first := time.Now()
 	waitEntry(t, p.lines, "draining")
+	// One that comes as soon as this is the same signal again, and changes nothing.
+	p.signal(t)
+	if time.Since(first) < repeatedSignal/2 {
+		exchange(t, c, "after two of a kind")
+	}
+	time.Sleep(time.Until(first.Add(repeatedSignal + 100*time.Millisecond))) // the rule is about this time
 	p.signal(t)
 	waitEntry(t, p.lines, "ending live connections")
 	if code := p.wait(t); code != 0 {
