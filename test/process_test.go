@@ -97,6 +97,7 @@ func TestDrainEndsAtItsBound(t *testing.T) {
 
 func TestSecondSignalEndsNow(t *testing.T) {
 	EachShuntPath(t, func(t *testing.T, p Path) {
+		t.Parallel()
 		f := Open(t, p, Serve(t, func(c *net.TCPConn) error { _, _ = io.Copy(io.Discard, OnlyReader(c)); return nil }).Addr)
 		f.Dial(t)
 		waitActive(t, f, 1)
@@ -108,9 +109,43 @@ func TestSecondSignalEndsNow(t *testing.T) {
 			}
 			return err
 		})
+		// A second one within 200 ms is the first again.
+		time.Sleep(250 * time.Millisecond)
 		f.Shunt.Signal(syscall.SIGTERM)
 		if _, err := f.Shunt.ExitCode(3 * time.Second); err != nil {
 			t.Fatal(err)
+		}
+	})
+}
+
+func TestSignalThatComesTwiceIsOne(t *testing.T) {
+	// timeout(1) signals its child, and then its whole group.
+	EachShuntPath(t, func(t *testing.T, p Path) {
+		t.Parallel()
+		f := Open(t, p, Serve(t, echo).Addr)
+		c := f.Dial(t)
+		if err := converse(c, 1, 100); err != nil {
+			t.Fatal(err)
+		}
+		begin := time.Now()
+		f.Shunt.Signal(syscall.SIGTERM)
+		Until(t, 5*time.Second, "the end of accepting", func() error {
+			if late, err := DialErr(nil, f.Addr); err == nil {
+				late.Close()
+				return errors.New("still accepts")
+			}
+			return nil
+		})
+		f.Shunt.Signal(syscall.SIGTERM)
+		if took := time.Since(begin); took > 150*time.Millisecond {
+			t.Skipf("this machine took %v for what must happen within 200 ms", took)
+		}
+		if err := f.Shunt.Wait(300 * time.Millisecond); err == nil {
+			t.Fatal("shunt ended with a live connection")
+		}
+		c.Close()
+		if code, err := f.Shunt.ExitCode(5 * time.Second); err != nil || code != 0 {
+			t.Fatalf("exit code %d, %v", code, err)
 		}
 	})
 }
