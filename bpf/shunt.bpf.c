@@ -42,6 +42,8 @@ char LICENSE[] SEC("license") = "GPL";
 enum mode { MODE_EVERY, MODE_WINDOW, MODE_PERMANENT };
 enum role { ROLE_C, ROLE_A, ROLE_B, ROLE_S, ROLES };
 enum dir { DIR_UP, DIR_DOWN, DIRS };
+/* What the verdict redirects: nothing, shunt's own writes, and then the applications' sends too. */
+enum open { OPEN_NOT, OPEN_OWN, OPEN_ALL };
 enum why { WHY_NOTHING, WHY_MPTCP, WHY_ULP, WHY_BUSY, WHY_FULL, WHY_OTHER };
 
 /* Knobs, set before load. */
@@ -97,7 +99,7 @@ struct flow {
 /* One proxied connection; index = slot. Shared memory with shunt. */
 struct pair {
 	__u32 gen;  /* goes up each time the slot is given back */
-	__u32 open; /* shunt has completed the route */
+	enum open open; /* how far shunt has completed the route */
 	enum why why; /* an end that could not be enrolled */
 	__u32 pad0;
 	__u64 born; /* ktime of C's birth */
@@ -587,7 +589,7 @@ int on_sockops(struct bpf_sock_ops *s)
 		if (!me)
 			return 1;
 		p = membership(me);
-		if (p && !p->open)
+		if (p && p->open != OPEN_ALL)
 			return 1;
 		if (p)
 			small_sndbuf(s, sk);
@@ -675,6 +677,8 @@ int on_send(struct sk_msg_md *m)
 		bpf_msg_redirect_hash(m, &socks, &target, flags);
 		return SK_PASS;
 	}
+	if (p->open != OPEN_ALL)
+		return SK_PASS;
 	from = &p->end[me->role == ROLE_C ? ROLE_C : ROLE_S];
 	tp = bpf_skc_to_tcp_sock(sk);
 	if (!tp)

@@ -57,10 +57,18 @@ const (
 	ShuntModeMODE_PERMANENT ShuntMode = 2
 )
 
+type ShuntOpen uint32
+
+const (
+	ShuntOpenOPEN_NOT ShuntOpen = 0
+	ShuntOpenOPEN_OWN ShuntOpen = 1
+	ShuntOpenOPEN_ALL ShuntOpen = 2
+)
+
 type ShuntPair struct {
 	_    structs.HostLayout
 	Gen  uint32
-	Open uint32
+	Open ShuntOpen
 	Why  ShuntWhy
 	Pad0 uint32
 	Born uint64

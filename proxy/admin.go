@@ -156,6 +156,7 @@ type Connection struct {
 	Upstream   string         `json:"upstream"`
 	State      string         `json:"state"`
 	Down       ConnectionLeg  `json:"down"`
+	Client     string         `json:"client,omitempty"` // as the PROXY header says
 	Up         *ConnectionLeg `json:"up,omitempty"` // while dialling: none
 	AgeSeconds float64        `json:"age_seconds"`
 	Declined   string         `json:"declined,omitempty"` // why it is copied
@@ -209,6 +210,9 @@ func (c *conn) describe(draining bool) Connection {
 	d := Connection{
 		ID: c.id, Listener: c.l.cfg.Name, Upstream: c.l.cfg.Upstream,
 		Down: legOf(c.down()), AgeSeconds: time.Since(c.start).Seconds(),
+	}
+	if c.head != nil && c.head.source.IsValid() {
+		d.Client = c.client()
 	}
 	if st >= stateCopying && st < stateClosed {
 		d.Up = new(ConnectionLeg)

@@ -30,10 +30,11 @@ type Candidate interface {
 	Control(network, address string, c syscall.RawConn) error
 
 	// Pair completes the route once the upstream is connected, before a
-	// byte is written to either connection. A nil Route comes with the
-	// reason; both connections are then ordinary TCP again. It may wait up
-	// to a few milliseconds for the upstream's end to show up.
-	Pair(up *net.TCPConn) (Route, splice.Reason)
+	// byte is written to either connection; it writes what goes ahead. A nil
+	// Route comes with the reason; both connections are then ordinary TCP
+	// again, and nothing was written. It may wait up to a few milliseconds for
+	// the upstream's end to show up.
+	Pair(up *net.TCPConn, ahead splice.Ahead) (Route, splice.Reason)
 
 	// Release gives the candidate up: there is no upstream.
 	Release()

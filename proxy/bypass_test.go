@@ -56,11 +56,12 @@ func (c *fakeCandidate) Control(string, string, syscall.RawConn) error {
 	return nil
 }
 
-func (c *fakeCandidate) Pair(up *net.TCPConn) (Route, splice.Reason) {
+func (c *fakeCandidate) Pair(up *net.TCPConn, ahead splice.Ahead) (Route, splice.Reason) {
 	c.b.note("pair")
 	if c.b.refuse != "" {
 		return nil, c.b.refuse
 	}
+	up.Write(ahead.First)
 	return &fakeRoute{b: c.b, legs: [2]*net.TCPConn{c.down, up}}, ""
 }
 

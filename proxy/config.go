@@ -16,6 +16,7 @@ const (
 	DefaultKeepAliveInterval = 10 * time.Second
 	DefaultKeepAliveCount    = 3
 	DefaultDrainTimeout      = 30 * time.Second
+	DefaultHeaderTimeout     = 3 * time.Second
 )
 
 // BypassMode says whether a listener's connections may take the bypass.
@@ -71,6 +72,8 @@ type Listener struct {
 	KeepAlive KeepAlive
 	// DrainTimeout bounds how long live connections may go on after Shutdown was asked for.
 	DrainTimeout time.Duration
+	// ProxyProtocol is the client's address in headers, in and out.
+	ProxyProtocol ProxyProtocol
 
 	// The rest has no default but its zero value, and no key in the configuration file.
 
@@ -107,6 +110,7 @@ func DefaultListener() Listener {
 		HalfOpenTimeout: DefaultHalfOpenTimeout,
 		KeepAlive:       KeepAlive{Idle: DefaultKeepAliveIdle, Interval: DefaultKeepAliveInterval, Count: DefaultKeepAliveCount},
 		DrainTimeout:    DefaultDrainTimeout,
+		ProxyProtocol:   ProxyProtocol{Send: HeaderOff, HeaderTimeout: DefaultHeaderTimeout},
 	}
 }
 

@@ -70,6 +70,7 @@ type conn struct {
 	l      *listener
 	start  time.Time
 	reason splice.Reason // why it is copied; set before the legs are connected
+	head   *head         // nil without PROXY headers
 	legs   [2]leg        // client's, upstream's: the source of direction d is legs[d], its destination legs[1-d]
 	flows  [2]flow       // by splice.Direction
 
@@ -98,7 +99,14 @@ func (c *conn) down() Stream { return c.legs[0].sock }
 // directions.
 func (c *conn) serve() {
 	cand := c.claim()
-	up, err := c.dial(cand)
+	var up Stream
+	var err error
+	if c.l.cfg.ProxyProtocol.needsHead() {
+		err = c.readHead()
+	}
+	if err == nil {
+		up, err = c.dial(cand)
+	}
 	if err != nil {
 		if cand != nil {
 			cand.Release()
@@ -165,19 +173,22 @@ func (c *conn) settle() {
 }
 
 // pair completes the bypass, where there is a candidate and both legs are TCP.
+// Either way the upstream has got what goes ahead.
 func (c *conn) pair(cand Candidate) Route {
-	if cand == nil {
-		return nil
-	}
-	up := c.legs[1].sock
 	var route Route
-	if c.reason = notTCP(up); c.reason != "" {
-		cand.Release()
-	} else {
-		route, c.reason = cand.Pair(tcpOf(up))
+	if cand != nil {
+		up := c.legs[1].sock
+		if c.reason = notTCP(up); c.reason != "" {
+			cand.Release()
+		} else {
+			route, c.reason = cand.Pair(tcpOf(up), c.ahead())
+		}
+		if route == nil {
+			c.l.declined(c.reason)
+		}
 	}
 	if route == nil {
-		c.l.declined(c.reason)
+		c.sendHead()
 	}
 	return route
 }
@@ -310,6 +321,8 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 				end = endOdd
 			}
 		}
+	} else if err = c.lostHead(d); err != nil {
+		wrote, end = true, endOf(err)
 	} else {
 		var parked bool
 		parked, wrote, err = c.copy(d, fresh)

@@ -52,6 +52,10 @@ const (
 	causeHalfOpen    = "half-open"    // half_open_timeout
 	causeDrain       = "drain"        // drain_timeout
 	causeStop        = "stop"         // Shutdown's context ended
+
+	causeUntrusted     = "untrusted"      // not one of those that may send a PROXY header
+	causeBadHeader     = "bad-header"     // no PROXY header, or a malformed one
+	causeHeaderTimeout = "header-timeout" // no whole PROXY header within header_timeout
 )
 
 // causes are all of them; a dial that failed adds "dial-" and its kind.
@@ -59,6 +63,7 @@ var causes = []string{
 	causeClientFIN, causeServerFIN, causeClientRST, causeServerRST,
 	causeClientLost, causeServerLost, causeClientError, causeServerError,
 	causeIdle, causeHalfOpen, causeDrain, causeStop,
+	causeUntrusted, causeBadHeader, causeHeaderTimeout,
 }
 
 // causeOf names the end of a leg.

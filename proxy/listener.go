@@ -31,6 +31,7 @@ type listener struct {
 	gate     *gate
 	limitLog rate
 	dialLog  rate
+	headLog  rate
 	closing  chan struct{}
 	closed   sync.Once
 	loop     chan struct{}      // closed when accept has returned; nil before it is started
@@ -445,6 +446,9 @@ func (c *conn) logAccess(n counts) {
 		e = e.Str(fmt.Sprintf("%s_path", d), n.path(d, c.route != nil)).
 			Uint64(fmt.Sprintf("%s_copied", d), n.copied[d]).
 			Uint64(fmt.Sprintf("%s_bypassed", d), n.bypassed[d])
+	}
+	if c.l.cfg.ProxyProtocol.Accept {
+		e = e.Str("client", c.client())
 	}
 	if c.reason != "" {
 		e = e.Str("declined", string(c.reason))

@@ -28,8 +28,8 @@ func (b kernel) Claim(down *net.TCPConn) (Candidate, splice.Reason) {
 
 type candidate struct{ *splice.Candidate }
 
-func (c candidate) Pair(up *net.TCPConn) (Route, splice.Reason) {
-	r, reason := c.Candidate.Pair(up)
+func (c candidate) Pair(up *net.TCPConn, ahead splice.Ahead) (Route, splice.Reason) {
+	r, reason := c.Candidate.Pair(up, ahead)
 	if r == nil {
 		return nil, reason
 	}

@@ -381,7 +381,7 @@ func TestCutoverKeepsEarlyBytes(t *testing.T) {
 		b := f.dialUp(cand)
 		s := f.accept(f.back)
 		send(t, s, "greeting ")
-		r, why := cand.Pair(b)
+		r, why := cand.Pair(b, Ahead{})
 		if r == nil {
 			t.Fatal(why)
 		}
@@ -423,7 +423,7 @@ func TestManySendsDuringTheCutoverStayInOrder(t *testing.T) {
 			}
 			b := f.dialUp(cand)
 			s := f.accept(f.back)
-			r, why := cand.Pair(b)
+			r, why := cand.Pair(b, Ahead{})
 			if r == nil {
 				t.Fatal(why)
 			}
@@ -794,7 +794,7 @@ func TestWhichClientsAreLocal(t *testing.T) {
 			if cand == nil {
 				t.Fatal(why)
 			}
-			r, why := cand.Pair(f.dialUp(cand))
+			r, why := cand.Pair(f.dialUp(cand), Ahead{})
 			if r == nil {
 				t.Fatal(why)
 			}
@@ -836,7 +836,7 @@ func TestDeferredServiceIsCopied(t *testing.T) {
 		t.Fatal(why)
 	}
 	b := f.dialUp(cand)
-	r, why := cand.Pair(b)
+	r, why := cand.Pair(b, Ahead{})
 	if r != nil || why != ReasonUpstreamNotLocal {
 		t.Fatalf("pair: %v", why)
 	}
@@ -915,7 +915,7 @@ func TestReceiverThatCannotSeeRedirectedBytesIsSaid(t *testing.T) {
 		}
 		b = f.dialUp(cand)
 		s = f.accept(f.back)
-		r, why = cand.Pair(b)
+		r, why = cand.Pair(b, Ahead{})
 		return
 	}
 	c, _, s, r, why := connect()
@@ -999,7 +999,7 @@ func TestCandidatesGoneBeforeTheClaim(t *testing.T) {
 		}
 		b := f.dialUp(cand)
 		s := f.accept(f.back)
-		r, why := cand.Pair(b)
+		r, why := cand.Pair(b, Ahead{})
 		if r == nil {
 			t.Fatal(why)
 		}
@@ -1164,7 +1164,7 @@ func TestDisconnectedSocketTakesNothingAlong(t *testing.T) {
 		if cand == nil {
 			t.Fatal(why)
 		}
-		r, why := cand.Pair(f.dialUp(cand))
+		r, why := cand.Pair(f.dialUp(cand), Ahead{})
 		if r == nil {
 			t.Fatal(why)
 		}

@@ -389,7 +389,7 @@ func monotonic() time.Duration {
 func (k *Kernel) giveBack(slot uint32, takeOut bool) {
 	p := &k.pairs[slot]
 	k.owned[slot] = false
-	atomic.StoreUint32(&p.Open, 0)
+	atomic.StoreUint32((*uint32)(&p.Open), uint32(bpf.ShuntOpenOPEN_NOT))
 	atomic.AddUint32(&p.Gen, 1)
 	k.clearEnds(p, takeOut)
 	k.freed = append(k.freed, slot)

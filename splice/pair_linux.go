@@ -114,8 +114,10 @@ func (c *Candidate) Release() {
 
 // Pair completes the route to a connected upstream, before a byte was written
 // to either connection. A nil Route comes with the reason; both connections
-// are plain TCP then. It waits up to pairWithin for the upstream's end.
-func (c *Candidate) Pair(up *net.TCPConn) (*Route, Reason) {
+// are plain TCP then, and nothing of ahead was written. It waits up to
+// pairWithin for the upstream's end. When ahead.First can't be written, Forward(Up)
+// will say so.
+func (c *Candidate) Pair(up *net.TCPConn, ahead Ahead) (*Route, Reason) {
 	k := c.k
 	p := &k.pairs[c.slot]
 	upAddr := addrOf(up.RemoteAddr())
@@ -150,10 +152,18 @@ func (c *Candidate) Pair(up *net.TCPConn) (*Route, Reason) {
 	if why := bpf.ShuntWhy(atomic.LoadUint32((*uint32)(&p.Why))); why != bpf.ShuntWhyWHY_NOTHING {
 		return decline(reasonOf(why))
 	}
-	r := &Route{k: k, slot: c.slot, p: p, down: c.down, up: up, downAddr: addrOf(c.down.RemoteAddr()), upAddr: upAddr}
+	r := &Route{k: k, slot: c.slot, p: p, down: c.down, up: up, downAddr: addrOf(c.down.RemoteAddr()), upAddr: upAddr, kept: [2]uint64{Up: ahead.Taken}, added: [2]uint64{Up: uint64(len(ahead.First))}}
 	for i := range p.End {
 		r.cookie[i] = p.End[i].Cookie
 		r.addr[i] = p.End[i].Addr
+	}
+	open := (*uint32)(&p.Open)
+	atomic.StoreUint64(&p.Flow[Up].Forwarded, ahead.Taken)
+	if len(ahead.First) > 0 {
+		// Nothing of the client's may come before it: only this process's own
+		// writes are redirected yet. The queue is empty, so there is room.
+		atomic.StoreUint32(open, uint32(bpf.ShuntOpenOPEN_OWN))
+		_, r.lost = up.Write(ahead.First)
 	}
 	k.mu.Lock()
 	k.routes[r] = struct{}{}
@@ -165,8 +175,10 @@ func (c *Candidate) Pair(up *net.TCPConn) (*Route, Reason) {
 		}
 	}
 	k.mu.Unlock()
-	// From here on the verdict redirects.
-	atomic.StoreUint32(&p.Open, 1)
+	if r.lost == nil {
+		// From here on the verdict redirects.
+		atomic.StoreUint32(open, uint32(bpf.ShuntOpenOPEN_ALL))
+	}
 	return r, ""
 }
 

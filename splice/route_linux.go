@@ -33,6 +33,9 @@ type Route struct {
 	upAddr   netip.AddrPort
 	cookie   [4]uint64
 	addr     [4]uint64
+	kept     [2]uint64 // bytes of the sender's that this process took for itself
+	added    [2]uint64 // bytes that it sent ahead of the sender's
+	lost     error     // why those were not written
 
 	waits [2]atomic.Uint64
 	high  [2]atomic.Uint64 // bypassed bytes shown so far
@@ -80,6 +83,9 @@ func (r *Route) legs(d Direction) (src, dst *net.TCPConn) {
 // But for the first few, bytes are taken off the socket only after they were handed on and counted:
 // the acknowledgement then wakes the sender, and its next send finds nothing in flight.
 func (r *Route) Forward(d Direction) (sum uint64, _ error) {
+	if d == Up && r.lost != nil {
+		return 0, &EndError{Write: true, Err: r.lost}
+	}
 	src, dst := r.legs(d)
 	rc, err := src.SyscallConn()
 	if err != nil {
@@ -252,15 +258,19 @@ func (r *Route) waitRoom(d Direction) error {
 	}
 }
 
+// forwarded is the bytes that came over TCP and were written on.
+func (r *Route) forwarded(d Direction) uint64 {
+	return atomic.LoadUint64(&r.p.Flow[d].Forwarded) - r.kept[d]
+}
+
 // sent is the bytes that went to a direction's receiver, give or take a window.
 func (r *Route) sent(d Direction) uint64 {
-	f := &r.p.Flow[d]
-	return atomic.LoadUint64(&f.Granted) + atomic.LoadUint64(&f.Forwarded)
+	return atomic.LoadUint64(&r.p.Flow[d].Granted) + r.forwarded(d) + r.added[d]
 }
 
 // sentTo is the exact figure, with a view of the sockets.
 func (r *Route) sentTo(d Direction, seen map[uint64]view) uint64 {
-	return r.bypassed(d, seen) + atomic.LoadUint64(&r.p.Flow[d].Forwarded)
+	return r.bypassed(d, seen) + r.forwarded(d) + r.added[d]
 }
 
 // bypassed is what verdicts granted, less what is left of the last window. It
@@ -305,7 +315,7 @@ func (r *Route) stats(seen map[uint64]view) (s RouteStats) {
 		f := &r.p.Flow[d]
 		s[d] = DirectionStats{
 			Bypassed:    r.bypassed(d, seen),
-			Forwarded:   atomic.LoadUint64(&f.Forwarded),
+			Forwarded:   r.forwarded(d),
 			VerdictRuns: atomic.LoadUint64(&f.Runs),
 			Passed:      atomic.LoadUint64(&f.Passed),
 			Waits:       r.waits[d].Load(),

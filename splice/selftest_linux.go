@@ -115,7 +115,7 @@ func (k *Kernel) newLoop() (l *loop, err error) {
 		cand.Release()
 		return l, err
 	}
-	if l.route, reason = cand.Pair(l.up); l.route == nil {
+	if l.route, reason = cand.Pair(l.up, Ahead{}); l.route == nil {
 		return l, fmt.Errorf("the service's socket was not found: %s", reason)
 	}
 	for _, d := range []Direction{Up, Down} {

@@ -46,7 +46,7 @@ func (k *Kernel) Claim(*net.TCPConn) (*Candidate, Reason) { return nil, ReasonUn
 func (c *Candidate) Control(string, string, syscall.RawConn) error { return nil }
 
 // Pair declines.
-func (c *Candidate) Pair(*net.TCPConn) (*Route, Reason) { return nil, ReasonUnsupported }
+func (c *Candidate) Pair(*net.TCPConn, Ahead) (*Route, Reason) { return nil, ReasonUnsupported }
 
 // Release does nothing.
 func (c *Candidate) Release() {}

@@ -65,6 +65,15 @@ var Reasons = []Reason{
 	ReasonUpstreamStalled, ReasonUnix, ReasonNotTCP, ReasonError,
 }
 
+// Ahead is what goes ahead of a connection's own bytes toward the upstream.
+// None of it is counted.
+type Ahead struct {
+	// Taken is how many of the client's bytes this process has read for itself.
+	Taken uint64
+	// First is written to the upstream before everything else; at most a few KiB.
+	First []byte
+}
+
 // DirectionStats counts one direction of a bypassed connection. All figures
 // are totals since the connection began, but Queued.
 type DirectionStats struct {

@@ -51,20 +51,21 @@ type limitsTable struct {
 }
 
 type listenerTable struct {
-	Name            string          `toml:"name"`
-	Listen          string          `toml:"listen"`
-	Upstream        string          `toml:"upstream"`
-	Bypass          string          `toml:"bypass"`
-	MaxConnections  int             `toml:"max_connections"`
-	MaxPerSource    int             `toml:"max_connections_per_source"`
-	SourceRate      sourceRateTable `toml:"source_rate"`
-	Allow           []string        `toml:"allow"`
-	Deny            []string        `toml:"deny"`
-	DialTimeout     time.Duration   `toml:"dial_timeout"`
-	IdleTimeout     time.Duration   `toml:"idle_timeout"`
-	HalfOpenTimeout time.Duration   `toml:"half_open_timeout"`
-	KeepAlive       keepAliveTable  `toml:"keepalive"`
-	DrainTimeout    time.Duration   `toml:"drain_timeout"`
+	Name            string             `toml:"name"`
+	Listen          string             `toml:"listen"`
+	Upstream        string             `toml:"upstream"`
+	Bypass          string             `toml:"bypass"`
+	MaxConnections  int                `toml:"max_connections"`
+	MaxPerSource    int                `toml:"max_connections_per_source"`
+	SourceRate      sourceRateTable    `toml:"source_rate"`
+	Allow           []string           `toml:"allow"`
+	Deny            []string           `toml:"deny"`
+	DialTimeout     time.Duration      `toml:"dial_timeout"`
+	IdleTimeout     time.Duration      `toml:"idle_timeout"`
+	HalfOpenTimeout time.Duration      `toml:"half_open_timeout"`
+	KeepAlive       keepAliveTable     `toml:"keepalive"`
+	DrainTimeout    time.Duration      `toml:"drain_timeout"`
+	ProxyProtocol   proxyProtocolTable `toml:"proxy_protocol"`
 }
 
 type sourceRateTable struct {
@@ -107,6 +108,9 @@ func defaultListener() listenerTable {
 		HalfOpenTimeout: l.HalfOpenTimeout,
 		KeepAlive:       keepAliveTable{Idle: l.KeepAlive.Idle, Interval: l.KeepAlive.Interval, Count: l.KeepAlive.Count},
 		DrainTimeout:    l.DrainTimeout,
+		ProxyProtocol: proxyProtocolTable{
+			Send: string(l.ProxyProtocol.Send), Accept: acceptModes[l.ProxyProtocol.Accept], HeaderTimeout: l.ProxyProtocol.HeaderTimeout,
+		},
 	}
 }
 
@@ -176,6 +180,7 @@ func (fc *fileConfig) proxyConfig() proxy.Config {
 			HalfOpenTimeout:         l.HalfOpenTimeout,
 			KeepAlive:               proxy.KeepAlive{Idle: l.KeepAlive.Idle, Interval: l.KeepAlive.Interval, Count: l.KeepAlive.Count},
 			DrainTimeout:            l.DrainTimeout,
+			ProxyProtocol:           l.ProxyProtocol.config(),
 		})
 	}
 	return cfg
