@@ -157,7 +157,7 @@ type Connection struct {
 	State      string         `json:"state"`
 	Down       ConnectionLeg  `json:"down"`
 	Client     string         `json:"client,omitempty"` // as the PROXY header says
-	Up         *ConnectionLeg `json:"up,omitempty"` // while dialling: none
+	Up         *ConnectionLeg `json:"up,omitempty"`     // while dialling: none
 	AgeSeconds float64        `json:"age_seconds"`
 	Declined   string         `json:"declined,omitempty"` // why it is copied
 	Upward     ConnectionFlow `json:"upstream_flow"`      // toward the upstream

@@ -42,7 +42,7 @@ type ProxyProtocol struct {
 	// HeaderTimeout bounds how long a client may take for the whole of it.
 	HeaderTimeout time.Duration
 	// Trusted is where clients may connect from, with Accept; all others are reset.
-	Trusted []netip.Prefix
+	Trusted []Network
 	// TrustUnix adds the clients of a UNIX listening socket.
 	TrustUnix bool
 }
@@ -203,8 +203,7 @@ func (p *ProxyProtocol) trusts(a net.Addr) bool {
 	if _, ok := a.(*net.UnixAddr); ok {
 		return p.TrustUnix
 	}
-	ip := addrOf(a).Addr().WithZone("")
-	return slices.ContainsFunc(p.Trusted, func(t netip.Prefix) bool { return t.Contains(ip) })
+	return anyContains(p.Trusted, addrOf(a).Addr())
 }
 
 // source is the client's address: what its header says, or else the

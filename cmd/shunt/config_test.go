@@ -51,6 +51,7 @@ idle_timeout = "2s"
 half_open_timeout = "3s"
 keepalive = { idle = "4s", interval = "5s", count = 6 }
 drain_timeout = "7s"
+proxy_protocol = { send = "v2", accept = "on", header_timeout = "8s", trusted = ["10.0.0.0/8", "::ffff:192.0.2.1", "unix:"] }
 [[listener]]
 listen = ":7001"
 upstream = "[::1]:8000"
@@ -70,6 +71,10 @@ idle = "0s"
 			Allow: networks([]string{"10.0.0.0/8", "::1"}), Deny: networks([]string{"10.1.0.0/16"}), DialTimeout: time.Second, IdleTimeout: 2 * time.Second, HalfOpenTimeout: 3 * time.Second,
 			KeepAlive:    proxy.KeepAlive{Idle: 4 * time.Second, Interval: 5 * time.Second, Count: 6},
 			DrainTimeout: 7 * time.Second,
+			ProxyProtocol: proxy.ProxyProtocol{
+				Send: proxy.HeaderV2, Accept: true, HeaderTimeout: 8 * time.Second,
+				Trusted: networks([]string{"10.0.0.0/8", "192.0.2.1"}), TrustUnix: true,
+			},
 		}, second},
 		Admin: "127.0.0.1:9901", AccessLog: true, MaxConnections: 500,
 	}

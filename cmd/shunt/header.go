@@ -1,8 +1,7 @@
 package main
 
 import (
-	"fmt"
-	"net/netip"
+	"slices"
 	"time"
 
 	"shunt/proxy"
@@ -24,28 +23,23 @@ var (
 )
 
 // validate checks proxy_protocol, which is at p.
-func (t *proxyProtocolTable) validate(d *document, p keyPath) error {
-	if err := oneOf(d, p.with("send"), t.Send, headerVersions...); err != nil {
-		return err
-	}
-	if err := oneOf(d, p.with("accept"), t.Accept, acceptModes[false], acceptModes[true]); err != nil {
-		return err
-	}
+func (t *proxyProtocolTable) validate(d *document, p keyPath) {
+	oneOf(d, p.with("send"), t.Send, headerVersions...)
+	oneOf(d, p.with("accept"), t.Accept, acceptModes[false], acceptModes[true])
 	if v := t.HeaderTimeout; v < time.Millisecond || v > maxDuration {
-		return d.errorf(p.with("header_timeout"), "%v is out of range: want 1ms to %v", v, maxDuration)
+		d.errorf(p.with("header_timeout"), "%v is out of range: want 1ms to %v", v, maxDuration)
 	}
 	for _, s := range t.Trusted {
 		if s == trustUnix {
 			continue
 		}
-		if _, err := parseNetwork(s); err != nil {
-			return d.errorf(p.with("trusted"), `%v, or %q for the clients of a UNIX socket`, err, trustUnix)
+		if _, err := proxy.ParseNetwork(s); err != nil {
+			d.errorf(p.with("trusted"), "%v; %q stands for the clients of a UNIX socket", err, trustUnix)
 		}
 	}
 	if t.Accept == acceptModes[true] && len(t.Trusted) == 0 {
-		return d.errorf(p.with("trusted"), `empty: want the networks that headers may come from, such as ["10.0.0.0/8"]; clients elsewhere are reset`)
+		d.missing(p.with("trusted"), `want the networks that headers are accepted from, such as ["10.0.0.0/8"]`)
 	}
-	return nil
 }
 
 // config returns what the proxy is to do; t is valid.
@@ -53,36 +47,7 @@ func (t *proxyProtocolTable) config() proxy.ProxyProtocol {
 	pp := proxy.ProxyProtocol{
 		Send: proxy.HeaderVersion(t.Send), Accept: t.Accept == acceptModes[true], HeaderTimeout: t.HeaderTimeout,
 	}
-	for _, s := range t.Trusted {
-		if s == trustUnix {
-			pp.TrustUnix = true
-		} else if n, err := parseNetwork(s); err == nil {
-			pp.Trusted = append(pp.Trusted, n)
-		}
-	}
+	pp.TrustUnix = slices.Contains(t.Trusted, trustUnix)
+	pp.Trusted = networks(t.Trusted) // which skips that word
 	return pp
-}
-
-// parseNetwork reads a network in CIDR form, or one address. IPv4 in IPv6
-// form (::ffff:10.0.0.0/104) is the IPv4 network.
-func parseNetwork(s string) (netip.Prefix, error) {
-	const want = `want a network such as "10.0.0.0/8" or "fd00::/8", or an address`
-	p, err := netip.ParsePrefix(s)
-	if err != nil {
-		a, aerr := netip.ParseAddr(s)
-		if aerr != nil || a.Zone() != "" {
-			return netip.Prefix{}, fmt.Errorf("%q: %s", s, want)
-		}
-		p = netip.PrefixFrom(a, a.BitLen())
-	}
-	if p.Addr().Is4In6() {
-		if p.Bits() < 96 {
-			return netip.Prefix{}, fmt.Errorf("%q: more than the IPv4 addresses; %s", s, want)
-		}
-		p = netip.PrefixFrom(p.Addr().Unmap(), p.Bits()-96)
-	}
-	if p != p.Masked() {
-		return netip.Prefix{}, fmt.Errorf("%q: bits are set beyond the prefix: want %q", s, p.Masked())
-	}
-	return p, nil
 }

@@ -149,9 +149,7 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 			d.errorf(p.with(t.key), "%v is out of range: want %v to %v", t.value, t.min, t.max)
 		}
 	}
-	if err := l.ProxyProtocol.validate(d, p.with("proxy_protocol")); err != nil {
-		return none, err
-	}
+	l.ProxyProtocol.validate(d, p.with("proxy_protocol"))
 	k := p.with("keepalive")
 	if v := l.KeepAlive.Idle; v != 0 && (v < time.Second || v > maxKeepAlive) {
 		d.errorf(k.with("idle"), "%v is out of range: want 1s to %v, or 0s for no keepalive", v, maxKeepAlive)

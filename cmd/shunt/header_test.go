@@ -1,0 +1,39 @@
+package main
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestProxyProtocolErrorsSayWhatIsRight(t *testing.T) {
+	for line, want := range map[string]string{
+		`proxy_protocol = { send = "V1" }`:                           `did you mean "v1"?`,
+		`proxy_protocol = { accept = "yes" }`:                        "want one of off, on",
+		`proxy_protocol = { accept = true }`:                         "want a string in quotes",
+		`proxy_protocol = { accept = "on" }`:                         "proxy_protocol.trusted: missing: want the networks",
+		`proxy_protocol = { accept = "on", trusted = [] }`:           "proxy_protocol.trusted: missing: want the networks",
+		`proxy_protocol = { header_timeout = "0s" }`:                 "want 1ms to",
+		`proxy_protocol = { accept = "on", trusted = "10.0.0.0/8" }`: `did you mean ["10.0.0.0/8"]?`,
+		`proxy_protocol = { trusted = ["10.0.0.1/8"] }`:              `did you mean "10.0.0.0/8"?`,
+		`proxy_protocol = { trusted = ["10.0.0.0/33"] }`:             "want a length from 0 to 32",
+		`proxy_protocol = { trusted = ["lb.internal"] }`:             "neither an address nor a network",
+		`proxy_protocol = { trusted = ["::ffff:0.0.0.0/64"] }`:       "more than the v4-mapped addresses",
+		`proxy_protocol = { trust = ["10.0.0.0/8"] }`:                `did you mean "trusted"?`,
+	} {
+		_, err := parseConfig("f", []byte(listener(line)))
+		if err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "f:8: listener \"b\": proxy_protocol") {
+			t.Errorf("%s\n%v\nwant %q", line, err, want)
+		}
+	}
+	for _, line := range []string{
+		`proxy_protocol = { }`,
+		`proxy_protocol.send = "v1"`,
+		`proxy_protocol = { accept = "on", trusted = ["0.0.0.0/0", "::/0"] }`,
+		`proxy_protocol = { accept = "on", trusted = ["::ffff:10.0.0.0/104", "fd00::1"] }`,
+		"[listener.proxy_protocol]\naccept = \"on\"\ntrusted = [\"unix:\"]",
+	} {
+		if _, err := parseConfig("f", []byte(listener(line))); err != nil {
+			t.Errorf("%v for\n%s", err, line)
+		}
+	}
+}
