@@ -69,6 +69,14 @@ func openKernel(t *testing.T, change func(*Options)) *Kernel {
 	return k
 }
 
+// short makes an amount smaller for slow machines.
+func short(n int) int {
+	if testing.Short() {
+		return n / 16
+	}
+	return n
+}
+
 func countFDs(t *testing.T) int {
 	d, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
@@ -174,7 +182,7 @@ func drainHash(r io.Reader, pause func(n int)) ([32]byte, int, error) {
 
 func TestStreamsArriveWhole(t *testing.T) {
 	eachVerdict(t, func(t *testing.T, k *Kernel) {
-		for i, size := range []int{1, 64<<10 - 1, 64 << 10, 64<<10 + 1, 8 << 20, 64 << 20} {
+		for i, size := range []int{1, 64<<10 - 1, 64 << 10, 64<<10 + 1, short(8 << 20), short(64 << 20)} {
 			for _, chunk := range []int{100, 16 << 10, 1 << 20} {
 				if size/chunk > 100_000 {
 					continue
@@ -227,7 +235,7 @@ func TestStreamsArriveWhole(t *testing.T) {
 func TestWindowRunsTheVerdictOncePerWindow(t *testing.T) {
 	k := openKernel(t, func(o *Options) { o.Verdict = VerdictWindow; o.Window = 64 << 10; o.QueueLimit = 4 << 20 })
 	l := newLoop(t, k)
-	const size = 10<<20 + 17
+	size := short(10<<20) + 17
 	for _, d := range []Direction{Up, Down} {
 		from, to := l.ends(d)
 		buf := make([]byte, 1000)
@@ -404,7 +412,7 @@ func TestCutoverKeepsEarlyBytes(t *testing.T) {
 
 func TestManySendsDuringTheCutoverStayInOrder(t *testing.T) {
 	eachVerdict(t, func(t *testing.T, k *Kernel) {
-		for i := range 200 {
+		for i := range short(200) {
 			f := newFront(t, k, "127.0.0.1:0", "127.0.0.1:0")
 			c := f.dial(f.front.Addr().String())
 			const size = 300_000
@@ -543,7 +551,7 @@ func TestCountsAreExactHoweverTheSenderEnds(t *testing.T) {
 func TestLiveCountNeverGoesBackNorAhead(t *testing.T) {
 	k := openKernel(t, func(o *Options) { o.Verdict = VerdictWindow; o.Window = 4096 })
 	l := newLoop(t, k)
-	const size = 40 << 20
+	size := short(40 << 20)
 	go stream(l.client, 1, size, 3000)
 	read := 0
 	last := uint64(0)
@@ -563,7 +571,7 @@ func TestLiveCountNeverGoesBackNorAhead(t *testing.T) {
 	}
 	eventually(t, "count is not exact", func() bool {
 		s := l.route.Stats()[Up]
-		return s.Bypassed+s.Forwarded == size
+		return s.Bypassed+s.Forwarded == uint64(size)
 	})
 }
 
@@ -1124,7 +1132,7 @@ func TestCorkedSenderGoesOnOverTheLimit(t *testing.T) {
 		}); err != nil {
 			t.Fatal(err)
 		}
-		const size = 32 << 20
+		size := short(32 << 20)
 		from.SetDeadline(time.Now().Add(2 * step))
 		want := make(chan [32]byte, 1)
 		go func() {

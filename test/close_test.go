@@ -170,7 +170,7 @@ func TestCleanEndBeforeAbortLosesNothing(t *testing.T) {
 
 func TestLateLargeReplyIsWhole(t *testing.T) {
 	EachPath(t, func(t *testing.T, p Path) {
-		const reply = 50 * mib
+		reply := Scaled[int64](50 * mib)
 		s := Serve(t, func(c *net.TCPConn) error {
 			if err := Receive(c, 1, 100); err != nil {
 				return err
@@ -190,7 +190,7 @@ func TestLateLargeReplyIsWhole(t *testing.T) {
 func TestWriteAndEndInOneSegment(t *testing.T) {
 	// The last write and the FIN come together, 100,000 times over all paths and directions.
 	EachPath(t, func(t *testing.T, p Path) {
-		each := 100_000 / (2 * len(Paths()))
+		each := Scaled(100_000) / (2 * len(Paths()))
 		const workers = 8
 		up := Serve(t, func(c *net.TCPConn) error {
 			if err := Receive(c, 1, 100); err != nil {
@@ -257,7 +257,7 @@ func oneShot(addr string, up bool) error {
 func TestEndComesAfterTheLastByte(t *testing.T) {
 	// The reader is slow, and the writer's FIN is there while bytes are queued, 10,000 times.
 	EachPath(t, func(t *testing.T, p Path) {
-		runs := 10_000 / len(Paths())
+		runs := Scaled(10_000) / len(Paths())
 		const workers = 16
 		const n = 40_000
 		s := Serve(t, func(c *net.TCPConn) error {
@@ -355,7 +355,7 @@ func TestPeerFinishedLongBefore(t *testing.T) {
 	// The service has finished its direction at once; the client then sends
 	// much, finishes, and the slow service loses nothing. And the other way round.
 	EachPath(t, func(t *testing.T, p Path) {
-		const n = 10 * mib
+		n := Scaled[int64](10 * mib)
 		finished := func(c *net.TCPConn) error {
 			if err := c.CloseWrite(); err != nil {
 				return err

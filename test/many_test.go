@@ -50,7 +50,7 @@ func (p plan) bytes() []byte {
 // magnitude from 1 B to 8 MiB.
 func planFor(i int) (plan, *rand.Rand) {
 	rng := rand.New(rand.NewPCG(uint64(i), 77))
-	size := func() int64 { return int64(math.Exp(rng.Float64() * math.Log(8*mib))) }
+	size := func() int64 { return int64(math.Exp(rng.Float64() * math.Log(float64(Scaled(8*mib))))) }
 	p := plan{Seed: rng.Uint64(), Up: size(), Down: size(), End: end(rng.IntN(int(ends)))}
 	// One direction is small in most connections, as in life.
 	switch rng.IntN(4) {
@@ -179,7 +179,8 @@ func TestTenThousandConnections(t *testing.T) {
 	// Random sizes, pieces and order of closing: every byte right, and every
 	// end seen as it was meant.
 	EachPath(t, func(t *testing.T, p Path) {
-		const conns, workers = 10_000, 200
+		const workers = 200
+		conns := Scaled(10_000)
 		f := Open(t, p, Serve(t, follow).Addr)
 		var next, up, down atomic.Int64
 		var wg sync.WaitGroup
@@ -230,7 +231,7 @@ func TestTenThousandConnections(t *testing.T) {
 func TestThousandsAtOnce(t *testing.T) {
 	// 4,000 connections are open together and each of them still moves.
 	EachPath(t, func(t *testing.T, p Path) {
-		const conns = 4000
+		conns := Scaled(4000)
 		f := Open(t, p, Serve(t, echo).Addr)
 		list := make([]*net.TCPConn, conns)
 		defer func() {
@@ -273,6 +274,6 @@ func TestThousandsAtOnce(t *testing.T) {
 		for _, i := range order {
 			list[i].Close()
 		}
-		f.CheckPath(t, 400*conns, 400*conns, 0.3)
+		f.CheckPath(t, 400*int64(conns), 400*int64(conns), 0.3)
 	})
 }

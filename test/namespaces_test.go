@@ -41,7 +41,7 @@ func TestNamespaceToNamespace(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				const n = 32 * mib
+				n := Scaled[int64](32 * mib)
 				c := DialFrom(t, client, f.Addr)
 				sent := make(chan error, 1)
 				go func() { sent <- errors.Join(Send(c, 1, n, 128*kib, nil), c.CloseWrite()) }()

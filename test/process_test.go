@@ -274,7 +274,7 @@ func TestOneShuntInFrontOfAnother(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		const n = 8 * mib
+		n := Scaled[int64](8 * mib)
 		c := outer.Dial(t)
 		sent := make(chan error, 1)
 		go func() { sent <- errors.Join(Send(c, 1, n, 64*kib, nil), c.CloseWrite()) }()

@@ -302,7 +302,7 @@ func TestStreamComesBackToTheBypass(t *testing.T) {
 	// A bulk sender outruns its receiver again and again; most of its bytes
 	// are redirected all the same.
 	EachBypass(t, func(t *testing.T, p Path) {
-		const n = 256 * mib
+		n := Scaled[int64](256 * mib)
 		for _, chunk := range []int{16 * kib, 128 * kib} {
 			t.Run(fmt.Sprint(chunk), func(t *testing.T) {
 				s := Serve(t, func(c *net.TCPConn) error {
@@ -329,7 +329,8 @@ func TestStreamComesBackToTheBypass(t *testing.T) {
 
 func TestVerdictRunsOncePerWindow(t *testing.T) {
 	OnPaths(t, pathsOf(Window), func(t *testing.T, p Path) {
-		const n, window = 64 * mib, mib
+		const window = mib
+		n := Scaled[int64](64 * mib)
 		s := Serve(t, func(c *net.TCPConn) error {
 			return ReceiveN(c, 1, 0, n)
 		})

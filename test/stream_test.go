@@ -21,7 +21,7 @@ const (
 	mib = 1 << 20
 )
 
-var sizes = []int64{1, 64*kib - 1, 64 * kib, 64*kib + 1, 8 * mib, 64 * mib}
+var sizes = []int64{1, 64*kib - 1, 64 * kib, 64*kib + 1, Scaled[int64](8 * mib), Scaled[int64](64 * mib)}
 
 // echo sends back what it gets, until the client has finished. It must not
 // use io.Copy between the connection and itself, which is splice(2).
@@ -80,7 +80,7 @@ func TestEverySizeArrivesBothWays(t *testing.T) {
 				Within(t, Patience, "exchange", func() error { return exchange(f.Dial(t), 11, size, size, 128*kib) })
 				// A message that is alone may be copied as a whole; long streams may not.
 				share := 0.0
-				if size >= 8*mib {
+				if size >= 4*mib {
 					share = 0.5
 				}
 				f.CheckPath(t, size, size, share)
@@ -95,7 +95,7 @@ func TestEchoKeepsOrder(t *testing.T) {
 		c := f.Dial(t)
 		rng := rand.New(rand.NewPCG(1, 2))
 		var off int64
-		for range 5000 {
+		for range Scaled(5000) {
 			n := 1 + rng.IntN(1<<(1+rng.IntN(15)))
 			msg := make([]byte, n)
 			Fill(msg, 5, off)
@@ -121,7 +121,8 @@ func TestCutoverKeepsEarlyBytes(t *testing.T) {
 	// Short bursts right after connecting hit every interleaving of the first
 	// copied and the first redirected bytes.
 	EachPath(t, func(t *testing.T, p Path) {
-		const conns, n = 400, 96 * kib
+		const n = 96 * kib
+		conns := Scaled(400)
 		s := Serve(t, func(c *net.TCPConn) error {
 			sent := make(chan error, 1)
 			go func() {
@@ -148,14 +149,15 @@ func TestCutoverKeepsEarlyBytes(t *testing.T) {
 			}
 			c.Close()
 		}
-		f.CheckPath(t, conns*n, conns*n, 0.1)
+		f.CheckPath(t, int64(conns)*n, int64(conns)*n, 0.1)
 	})
 }
 
 func TestManyWritersOnOneSocket(t *testing.T) {
 	// Sends of several threads on one socket come in some order, each of them whole.
 	EachPath(t, func(t *testing.T, p Path) {
-		const writers, messages, size = 4, 3000, 1000
+		const writers, size = 4, 1000
+		messages := Scaled(3000)
 		s := Serve(t, func(c *net.TCPConn) error {
 			var next [writers]uint32
 			msg := make([]byte, size)
@@ -206,7 +208,7 @@ func TestManyWritersOnOneSocket(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.Close()
-		f.CheckPath(t, writers*messages*size, 1, 0)
+		f.CheckPath(t, writers*size*int64(messages), 1, 0)
 	})
 }
 
