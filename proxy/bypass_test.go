@@ -210,8 +210,9 @@ func TestDeclinedConnectionsAreCopiedAndCounted(t *testing.T) {
 		}
 	}
 	for reason, o := range map[splice.Reason]option{
-		splice.ReasonOff:      onListener(func(l *Listener) { l.Bypass = BypassOff }),
-		splice.ReasonFIONREAD: func(c *Config) { c.FIONREADWrong = true },
+		splice.ReasonOff:         onListener(func(l *Listener) { l.Bypass = BypassOff }),
+		splice.ReasonFIONREAD:    func(c *Config) { c.FIONREADWrong = true },
+		splice.ReasonKernelFault: func(c *Config) { c.KernelFault = true },
 	} {
 		b := &fakeBypass{}
 		r := newRig(t, b, o)

@@ -25,7 +25,7 @@ type BypassMode string
 const (
 	// BypassAuto takes it where nothing speaks against it.
 	BypassAuto BypassMode = "auto"
-	// BypassOn takes it also where redirected bytes are invisible to FIONREAD.
+	// BypassOn takes it also where redirected bytes are invisible to FIONREAD, or a fault of the kernel is known.
 	BypassOn BypassMode = "on"
 	// BypassOff never takes it.
 	BypassOff BypassMode = "off"
@@ -130,6 +130,8 @@ type Config struct {
 	Opened func() error
 	// FIONREADWrong says that redirected bytes are invisible to FIONREAD on this kernel: listeners with BypassAuto then copy.
 	FIONREADWrong bool
+	// KernelFault says that a fault of this kernel's bypass is known: listeners with BypassAuto then copy.
+	KernelFault bool
 }
 
 // ListenAddr is a resolved listening address.

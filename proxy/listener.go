@@ -89,6 +89,8 @@ func newListener(s *Server, cfg Listener) *listener {
 		l.noBypass = splice.ReasonUnsupported
 	case s.cfg.FIONREADWrong && cfg.Bypass == BypassAuto:
 		l.noBypass = splice.ReasonFIONREAD
+	case s.cfg.KernelFault && cfg.Bypass == BypassAuto:
+		l.noBypass = splice.ReasonKernelFault
 	}
 	return l
 }

@@ -72,7 +72,7 @@ func openKernel(t *testing.T, change func(*Options)) *Kernel {
 // short makes an amount smaller for slow machines.
 func short(n int) int {
 	if testing.Short() {
-		return n / 16
+		return n / 64
 	}
 	return n
 }

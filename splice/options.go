@@ -99,6 +99,8 @@ type Report struct {
 	// Budget is the bytes that all receivers together may have waiting, with
 	// an automatic QueueLimit.
 	Budget uint64 `json:"queue_budget"`
+	// Known are the faults of the running kernel that no check can find out.
+	Known []Fault `json:"known_faults,omitempty"`
 	// FIONREAD is true where it counts redirected bytes.
 	FIONREAD bool `json:"fionread"`
 	// Kernel is the running release.

@@ -29,7 +29,7 @@ func TestWindowIsSafeOnlyWhereTheFixIsKnown(t *testing.T) {
 		{"4.19.0", "", false},
 		{"odd", "", false},
 	} {
-		if got := windowIsSafe(parseRelease(tc.release, tc.build)); got != tc.safe {
+		if got := !knownFaults[0].in(parseRelease(tc.release, tc.build)); got != tc.safe {
 			t.Errorf("%s (%s): %v, want %v", tc.release, tc.build, got, tc.safe)
 		}
 	}
@@ -46,6 +46,30 @@ func TestCgroupMountIsFoundByType(t *testing.T) {
 	} {
 		if got := cgroupMount(strings.NewReader(tc.info)); got != tc.want {
 			t.Errorf("%s: %q, want %q", tc.name, got, tc.want)
+		}
+	}
+}
+
+func TestKnownFaultsNameTheirFix(t *testing.T) {
+	for _, f := range knownFaults {
+		if f.Commit == "" || f.Effect == "" || len(f.fixed) == 0 {
+			t.Errorf("incomplete: %+v", f)
+		}
+		for _, v := range f.fixed {
+			last := v
+			last[2]--
+			if f.in(v) || !f.in(last) {
+				t.Errorf("%s: %v has the fix, %v hasn't", f.Commit, v, last)
+			}
+		}
+		// Series that nobody mended, before and after.
+		if f.in(f.mainline) || f.in(version{99, 0, 0}) || !f.in(version{6, 16, 12}) || !f.in(version{}) {
+			t.Errorf("%s: outside of the listed series", f.Commit)
+		}
+	}
+	for _, f := range knownIn(version{6, 1, 155}) {
+		if f.Verdict == "" && !strings.Contains(f.String(), "6.1.159") {
+			t.Errorf("without its fix: %s", f)
 		}
 	}
 }

@@ -47,12 +47,13 @@ func open(o Options) (*Kernel, *Report) {
 	if o.QueueLimit == 0 {
 		r.QueueLimit = MaxQueueLimit
 	}
-	safe := windowIsSafe(v)
+	r.Known = knownIn(v)
+	unsafe := r.OfVerdict(VerdictWindow)
 	r.Verdict = o.Verdict
 	if o.Verdict == VerdictAuto || o.Verdict == "" {
-		r.Verdict = VerdictEvery
-		if safe {
-			r.Verdict = VerdictWindow
+		r.Verdict = VerdictWindow
+		if unsafe != nil {
+			r.Verdict = VerdictEvery
 		}
 	}
 	switch r.Verdict {
@@ -100,21 +101,13 @@ func open(o Options) (*Kernel, *Report) {
 		return fail()
 	}
 	var windowErr error
-	if !safe {
-		windowErr = fmt.Errorf("%s is not known to have the fix of CVE-2026-74589 (%s), so \"auto\" means \"every\"", release, fixedReleases())
+	if unsafe != nil {
+		windowErr = fmt.Errorf("a fault is known of %s, so \"auto\" means \"every\"", release)
 	}
-	r.add("verdict window", false, windowErr, release+" has the fix of CVE-2026-74589")
+	r.add("verdict window", false, windowErr, "no fault is known of "+release)
 	r.Possible = true
 	k.start()
 	return k, r
-}
-
-func fixedReleases() string {
-	var b strings.Builder
-	for _, f := range windowFixed {
-		fmt.Fprintf(&b, "%d.%d.%d, ", f[0], f[1], f[2])
-	}
-	return b.String() + "7.2"
 }
 
 // probePermanent tries the flag on a route of its own: a kernel without it

@@ -31,6 +31,8 @@ const (
 	ReasonUnsupported Reason = "unsupported"
 	// ReasonFIONREAD: redirected bytes are invisible to FIONREAD on this kernel, and the listener didn't ask for the bypass in spite of it (bypass = "on").
 	ReasonFIONREAD Reason = "fionread"
+	// ReasonKernelFault: a fault of this kernel is known that the self-test can't find, and the listener didn't ask for the bypass in spite of it (bypass = "on").
+	ReasonKernelFault Reason = "kernel-fault"
 	// ReasonDownstreamNotLocal: no socket on this host is the client end of the connection.
 	ReasonDownstreamNotLocal Reason = "downstream-not-local"
 	// ReasonUpstreamNotLocal: no socket on this host turned out to be the upstream's end.
@@ -59,7 +61,7 @@ const (
 
 // Reasons is the whole list, for metrics that start at zero and for tests.
 var Reasons = []Reason{
-	ReasonOff, ReasonUnsupported, ReasonFIONREAD, ReasonDownstreamNotLocal,
+	ReasonOff, ReasonUnsupported, ReasonFIONREAD, ReasonKernelFault, ReasonDownstreamNotLocal,
 	ReasonUpstreamNotLocal, ReasonMPTCP, ReasonULP, ReasonBusy,
 	ReasonTableFull, ReasonExpired, ReasonDownstreamStalled,
 	ReasonUpstreamStalled, ReasonUnix, ReasonNotTCP, ReasonError,

@@ -190,6 +190,7 @@ func TestMPTCPServiceIsServed(t *testing.T) {
 	// Go's listeners have MPTCP on by default: a service like that gets plain
 	// TCP from shunt, and is bypassed like any other.
 	EachPath(t, func(t *testing.T, p Path) {
+		SkipForFault(t, p, "mptcp")
 		var lc net.ListenConfig
 		lc.SetMultipathTCP(true)
 		ln, err := lc.Listen(t.Context(), "tcp", "127.0.0.1:0")

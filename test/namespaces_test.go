@@ -15,6 +15,7 @@ import (
 func TestNamespaceToNamespace(t *testing.T) {
 	// Client, shunt and service each in a namespace of its own, joined by veth.
 	EachShuntPath(t, func(t *testing.T, p Path) {
+		NeedVeth(t)
 		client, middle, service := NewNetns(t), NewNetns(t), NewNetns(t)
 		if err := errors.Join(Link(client, middle, 1), Link(middle, service, 2)); err != nil {
 			t.Fatal(err)
@@ -112,6 +113,7 @@ func TestWildcardListenerLeavesOtherTrafficAlone(t *testing.T) {
 	// Connections of this host to the same port of other addresses aren't
 	// shunt's; a wildcard listener must not hold them.
 	EachBypass(t, func(t *testing.T, p Path) {
+		NeedVeth(t)
 		here, there := NewNetns(t), NewNetns(t)
 		if err := Link(here, there, 3); err != nil {
 			t.Fatal(err)

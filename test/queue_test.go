@@ -3,11 +3,9 @@
 package test
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
-	"os/exec"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -93,27 +91,6 @@ func (f *flood) settle() error {
 	})
 }
 
-// queueBudget is the most that "shunt probe" says may wait unread with queue_limit = "auto".
-func queueBudget(t *testing.T) int64 {
-	t.Helper()
-	bin, err := Build()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, err := exec.Command(bin, "probe", "--json").Output()
-	var exit *exec.ExitError
-	if err != nil && !(errors.As(err, &exit) && exit.ExitCode() == 3) {
-		t.Fatalf("shunt probe --json: %v", err)
-	}
-	var report struct {
-		QueueBudget int64 `json:"queue_budget"`
-	}
-	if err := json.Unmarshal(out, &report); err != nil || report.QueueBudget <= 0 {
-		t.Fatalf("queue_budget of shunt probe --json: %d, %v\n%s", report.QueueBudget, err, out)
-	}
-	return report.QueueBudget
-}
-
 func TestSlowReaderIsBounded(t *testing.T) {
 	// The reader is idle and the sender writes for ever: the sender comes to
 	// a halt, memory stays flat, other connections are unharmed, and when
@@ -137,7 +114,7 @@ func TestSlowReaderIsBounded(t *testing.T) {
 func slowReader(t *testing.T, p Path, limit string, clientSends, blocking bool) {
 	bound := int64(12 * mib)
 	if limit == "auto" && p.Bypass() {
-		bound = queueBudget(t)
+		bound = Probe(t).QueueBudget
 	}
 	services := make(chan *net.TCPConn, 1)
 	end := make(chan struct{})

@@ -23,6 +23,7 @@ iperf3:iperf3
 sockperf:sockperf
 socat:socat
 haproxy:haproxy
+nft:nftables
 sshd:openssh-server
 ssh:openssh-client
 "

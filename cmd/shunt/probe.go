@@ -66,6 +66,11 @@ func printReport(s streams, r *splice.Report) error {
 		return err
 	}
 	fmt.Fprintln(s.out)
+	for _, f := range r.Known {
+		if _, err := fmt.Fprintf(s.out, "known fault: %s\n", f); err != nil {
+			return err
+		}
+	}
 	if !r.Possible {
 		_, err := fmt.Fprintf(s.out, "bypass: impossible on kernel %s: %s\nConnections are copied.\n", r.Kernel, r.Reason)
 		return err
@@ -76,5 +81,8 @@ func printReport(s streams, r *splice.Report) error {
 	}
 	_, err := fmt.Fprintf(s.out, "bypass: possible on kernel %s\nverdict: %s\nqueue limit: %s per receiver, %dMiB in all\nFIONREAD: %s\n",
 		r.Kernel, r.Verdict, size(r.QueueLimit), r.Budget>>20, fionread)
+	if f := r.OfBypass(); err == nil && f != nil {
+		_, err = fmt.Fprintln(s.out, `bypass = "auto" copies for the known fault, "on" doesn't`)
+	}
 	return err
 }

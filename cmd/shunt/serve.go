@@ -160,6 +160,8 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	}
 	r := kernel.Report()
 	cfg.FIONREADWrong = !r.FIONREAD
+	fault := r.OfBypass()
+	cfg.KernelFault = fault != nil
 	e := log.Info().Str("kernel", r.Kernel).Str("verdict", string(r.Verdict))
 	if r.Verdict == splice.VerdictWindow {
 		e = e.Stringer("window", fc.Bypass.Window)
@@ -173,26 +175,31 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	if len(differs) > 0 {
 		e = e.Strs("differs_from_tcp", differs)
 	}
-	if r.Verdict == splice.VerdictWindow {
-		for _, c := range r.Checks {
-			if c.Name == "verdict window" && !c.OK {
-				log.Warn().Str("reason", c.Detail).Msg(`bypass.verdict is "window": a local program can corrupt this kernel`)
-			}
-		}
+	if f := r.OfVerdict(r.Verdict); f != nil {
+		log.Warn().Str("verdict", string(r.Verdict)).Stringer("fault", f).Msg("verdict chosen in spite of a known fault of this kernel")
 	}
 	e.Uint64("queue_limit", r.QueueLimit).Uint64("queue_budget", r.Budget).Msg(msgBypassOn)
-	if cfg.FIONREADWrong {
-		var auto []string
-		for _, l := range cfg.Listeners {
-			if l.Bypass == proxy.BypassAuto {
-				auto = append(auto, l.Name)
-			}
+	var auto, on []string
+	for _, l := range cfg.Listeners {
+		switch l.Bypass {
+		case proxy.BypassAuto:
+			auto = append(auto, l.Name)
+		case proxy.BypassOn:
+			on = append(on, l.Name)
 		}
-		if len(auto) > 0 {
-			log.Warn().Strs("listeners", auto).
-				Str("reason", `redirected bytes are invisible to FIONREAD on this kernel; bypass = "on" takes the bypass in spite of it`).
-				Msg("bypass declined")
-		}
+	}
+	if cfg.FIONREADWrong && len(auto) > 0 {
+		log.Warn().Strs("listeners", auto).
+			Str("reason", `redirected bytes are invisible to FIONREAD on this kernel; bypass = "on" takes the bypass in spite of it`).
+			Msg("bypass declined")
+	}
+	if fault != nil && len(auto) > 0 {
+		log.Warn().Strs("listeners", auto).Stringer("fault", fault).
+			Str("reason", `a fault of this kernel is known; bypass = "on" takes the bypass in spite of it`).
+			Msg("bypass declined")
+	}
+	if fault != nil && len(on) > 0 {
+		log.Warn().Strs("listeners", on).Stringer("fault", fault).Msg("bypass taken in spite of a known fault of this kernel")
 	}
 	return kernel, nil
 }

@@ -2,6 +2,9 @@ package harness
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"slices"
@@ -19,6 +22,10 @@ const (
 	AbilityBypass = "bypass"
 	// AbilityRoot is the right to make namespaces, limits and users.
 	AbilityRoot = "root"
+	// AbilityNAT is address translation by nft.
+	AbilityNAT = "nat"
+	// AbilityVsock is VSOCK connections within this host.
+	AbilityVsock = "vsock"
 	// AbilityPrograms is the real programs of the suite.
 	AbilityPrograms = "programs"
 )
@@ -70,4 +77,75 @@ func NeedProgram(t testing.TB, names ...string) string {
 	}
 	Missing(t, AbilityPrograms, "the program "+names[0])
 	return ""
+}
+
+// Report is what "shunt probe --json" says of this machine, as far as tests want to know.
+type Report struct {
+	Possible    bool   `json:"possible"`
+	Verdict     string `json:"verdict"`
+	QueueBudget int64  `json:"queue_budget"`
+	FIONREAD    bool   `json:"fionread"`
+	Checks      []struct {
+		Name   string `json:"name"`
+		OK     bool   `json:"ok"`
+		Detail string `json:"detail"`
+	} `json:"checks"`
+	Known []struct {
+		Commit  string `json:"commit"`
+		Verdict string `json:"verdict"`
+	} `json:"known_faults"`
+}
+
+var report = sync.OnceValues(func() (r Report, _ error) {
+	bin, err := Build()
+	if err != nil {
+		return r, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, bin, "probe", "--json").Output()
+	// Exit status 3 says that only copying is possible.
+	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) && exit.ExitCode() == 3 {
+		err = nil
+	}
+	if err == nil {
+		err = json.Unmarshal(out, &r)
+	}
+	return r, err
+})
+
+// Probe returns the report of "shunt probe", asked once.
+func Probe(t testing.TB) Report {
+	t.Helper()
+	r, err := report()
+	if err != nil {
+		t.Fatalf("shunt probe --json: %v", err)
+	}
+	return r
+}
+
+// SkipForFault skips a test on the bypass that would meet a fault of this
+// kernel that shunt knows of, with a commit whose title has this word.
+func SkipForFault(t testing.TB, p Path, word string) {
+	t.Helper()
+	if !p.Bypass() {
+		return
+	}
+	for _, f := range Probe(t).Known {
+		if strings.Contains(f.Commit, word) {
+			t.Skipf("known fault of this kernel, where the bypass is declined unless asked for: %s is missing", f.Commit)
+		}
+	}
+}
+
+// NeedVeth skips the test on kernels that can't join two namespaces.
+func NeedVeth(t testing.TB) {
+	t.Helper()
+	NeedRoot(t)
+	NeedProgram(t, "ip")
+	name := fmt.Sprintf("vq%d", os.Getpid()%1000000)
+	if err := ip("link", "add", name, "type", "veth", "peer", "name", name+"p"); err != nil {
+		Missing(t, AbilityRoot, "veth: "+err.Error())
+	}
+	_ = ip("link", "delete", name)
 }

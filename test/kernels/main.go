@@ -290,16 +290,17 @@ func (m *machine) run(ctx context.Context, r *result, image string, mods []strin
 }
 
 // scale makes the tests smaller, to what an emulated processor can do.
-const scale = "16"
+const scale = "64"
 
 // jobsFor are the test binaries that a kernel's guest runs.
 func jobsFor(f flags, k kernel) []record.Job {
 	env := []string{"SHUNT_TEST_BIN=/bin/shunt", "SHUNT_TEST_SCALE=" + scale, "GOMAXPROCS=2"}
 	end := record.Job{Suite: "end to end", Binary: "/tests/end.test", Dir: "/src/test", Env: env, Seconds: 240}
 	splice := record.Job{Suite: "splice", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 120}
+	splice.Args = []string{"-test.short"}
 	if f.tests != "" {
-		end.Args = []string{"-test.run=" + f.tests}
-		splice.Args = end.Args
+		end.Args = append(end.Args, "-test.run="+f.tests)
+		splice.Args = append(splice.Args, "-test.run="+f.tests)
 	}
 	if f.seconds > 0 {
 		end.Seconds, splice.Seconds = f.seconds, f.seconds
