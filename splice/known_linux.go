@@ -60,7 +60,8 @@ func (f *fault) in(v version) bool {
 }
 
 // knownIn returns the rows that apply to a release.
-func knownIn(v version) (known []Fault) {
+func knownIn(v version) []Fault {
+	known := []Fault{}
 	for i := range knownFaults {
 		f := &knownFaults[i]
 		if !f.in(v) || f.applies != nil && !f.applies() {

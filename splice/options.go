@@ -100,7 +100,7 @@ type Report struct {
 	// an automatic QueueLimit.
 	Budget uint64 `json:"queue_budget"`
 	// Known are the faults of the running kernel that no check can find out.
-	Known []Fault `json:"known_faults,omitempty"`
+	Known []Fault `json:"known_faults"`
 	// FIONREAD is true where it counts redirected bytes.
 	FIONREAD bool `json:"fionread"`
 	// Kernel is the running release.

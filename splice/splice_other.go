@@ -25,7 +25,7 @@ func Open(Options) (*Kernel, error) {
 
 // Probe reports that the bypass needs Linux.
 func Probe(Options) *Report {
-	r := &Report{Kernel: runtime.GOOS}
+	r := &Report{Kernel: runtime.GOOS, Known: []Fault{}}
 	r.add("linux", true, ErrUnsupported, "")
 	return r
 }

@@ -550,7 +550,7 @@ func TestProbeJSONKeepsItsKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	delete(report, "reason") // where there is one
-	if got := strings.Join(slices.Sorted(maps.Keys(report)), " "); got != "checks fionread kernel possible queue_budget queue_limit verdict" {
+	if got := strings.Join(slices.Sorted(maps.Keys(report)), " "); got != "checks fionread kernel known_faults possible queue_budget queue_limit verdict" {
 		t.Errorf("keys: %s", got)
 	}
 	for _, c := range report["checks"].([]any) {
