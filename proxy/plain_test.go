@@ -73,12 +73,12 @@ func TestListenErrorsSayWhatHelps(t *testing.T) {
 func TestSuppressedLinesAreCountedWhereThereAreAny(t *testing.T) {
 	r := newRig(t, nil)
 	l := r.srv.listeners[0]
-	r.srv.limitWarn(l, "odd", errors.New("x"))
-	r.srv.limitWarn(l, "odd", errors.New("x"))
-	l.limitLog.mu.Lock()
-	l.limitLog.last = time.Time{}
-	l.limitLog.mu.Unlock()
-	r.srv.limitWarn(l, "odd", errors.New("x"))
+	for _, last := range []time.Time{{}, time.Now().Add(time.Hour), {}} {
+		l.limitLog.mu.Lock()
+		l.limitLog.last = last
+		l.limitLog.mu.Unlock()
+		r.srv.limitWarn(l, "odd", errors.New("x"))
+	}
 	if log := r.log.String(); strings.Count(log, `"suppressed":1`) != 1 || strings.Contains(log, `"suppressed":0`) {
 		t.Error(log)
 	}

@@ -60,7 +60,7 @@ func commands() []*command {
 			run:  socatCommand},
 		{name: "translate", args: "[options] ADDRESS ADDRESS", summary: "print the configuration file for a socat command line",
 			help: "Prints the configuration with which 'shunt run' does what socat does with these\n" +
-				"addresses. What has no equivalent there is listed in comments.",
+				"addresses. What has no equivalent there is listed in comments, and on stderr.",
 			run: translateCommand},
 		{name: "version", summary: "print the version",
 			help: "Prints the version of shunt, of Go, and the platform.",
@@ -137,7 +137,7 @@ func usage(w io.Writer) {
 			fmt.Fprintf(w, "  shunt %-9s %s\n", c.name, c.summary)
 		}
 	}
-	fmt.Fprint(w, "\nIn place of socat: shunt [options] ADDRESS ADDRESS ('shunt help socat' lists options and addresses).\n"+
+	fmt.Fprint(w, "\nIn place of socat: shunt [options] ADDRESS ADDRESS ('shunt socat -h' lists options and addresses, -hh those of addresses too).\n"+
 		"Without -t a half-closed connection lives until its other side has finished, or nothing has moved for 5 minutes.\n")
 	fmt.Fprint(w, "\nExit codes: 0 ok, 1 failure, 2 bad usage or configuration; in place of socat, as socat: 0 or 1.\nRun 'shunt help COMMAND' for one command.\n")
 }

@@ -40,15 +40,18 @@ type forwarding struct {
 	accepting *time.Timer  // accept-timeout
 	end       chan int     // the exit code of a run that ends by itself
 
+	server atomic.Pointer[proxy.Server] // once it is there
+
 	mu      sync.Mutex
 	dropped map[dropKey]bool
 	ends    []func() error
+	fds     map[uint64][2]int // of live connections: left, right; kept where notices are shown
 }
 
 // forward runs the command line until its connection has ended, or a signal.
 func forward(ctx context.Context, line *socatLine, s streams) int {
 	log := newSocatLog(s.err, line.name)
-	f := &forwarding{line: line, log: log, down: line.left, up: line.right, end: make(chan int, 4), dropped: map[dropKey]bool{}}
+	f := &forwarding{line: line, log: log, down: line.left, up: line.right, end: make(chan int, 4), dropped: map[dropKey]bool{}, fds: map[uint64][2]int{}}
 	defer func() {
 		f.mu.Lock()
 		defer f.mu.Unlock()
@@ -67,12 +70,13 @@ func forward(ctx context.Context, line *socatLine, s streams) int {
 
 	// Before anything is open: a signal meanwhile must not leave files behind.
 	signals := make(chan os.Signal, 4)
-	for _, sig := range []os.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP} {
+	for _, sig := range []os.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGQUIT} {
 		if !signal.Ignored(sig) { // by nohup, or by a shell that runs it in the background
 			signal.Notify(signals, sig)
 		}
 	}
 	defer signal.Stop(signals)
+	defer f.statisticsOnSignal()()
 
 	code, err := f.serve(ctx, signals)
 	if err != nil {
@@ -81,8 +85,47 @@ func forward(ctx context.Context, line *socatLine, s streams) int {
 		}
 		code = exitFailure
 	}
-	log.printf('N', "exiting with status %d", code)
+	if line.statistics {
+		f.printStatistics()
+	}
+	if code == exitOK {
+		log.printf('N', "exiting with status 0")
+	} else {
+		log.printf('N', "exit(%d)", code)
+	}
 	return code
+}
+
+// statisticsOnSignal logs the statistics at each SIGUSR1 until the returned
+// function is called.
+func (f *forwarding) statisticsOnSignal() (stop func()) {
+	usr1 := make(chan os.Signal, 1)
+	signal.Notify(usr1, syscall.SIGUSR1)
+	go func() {
+		for range usr1 {
+			f.printStatistics()
+		}
+	}()
+	return func() {
+		signal.Stop(usr1)
+		close(usr1)
+	}
+}
+
+// printStatistics logs the bytes of all connections, whatever the level.
+func (f *forwarding) printStatistics() {
+	var n [2]uint64 // from the left, from the right
+	if s := f.server.Load(); s != nil {
+		for d, bytes := range s.Bytes() {
+			side := 0
+			if f.fromRight(splice.Direction(d)) {
+				side = 1
+			}
+			n[side] = bytes
+		}
+	}
+	f.log.print('I', fmt.Sprintf("STATISTICS: left to right: %d byte(s)", n[0]))
+	f.log.print('I', fmt.Sprintf("STATISTICS: right to left: %d byte(s)", n[1]))
 }
 
 // setUp opens what the options of the command line name.
@@ -103,9 +146,7 @@ func (f *forwarding) setUp(s streams) error {
 		f.atEnd(w.Close)
 	}
 	if line.syslog {
-		if err := f.openSyslog(); err != nil {
-			return err
-		}
+		f.openSyslog()
 	}
 	if !line.tapped() {
 		return nil
@@ -132,7 +173,7 @@ func (f *forwarding) atEnd(end func() error) {
 	f.ends = append(f.ends, end)
 }
 
-func (f *forwarding) openSyslog() error {
+func (f *forwarding) openSyslog() {
 	facility := syslog.LOG_DAEMON
 	for i, name := range facilities {
 		if name != f.line.facility {
@@ -143,16 +184,29 @@ func (f *forwarding) openSyslog() error {
 		}
 		facility = syslog.Priority(i << 3)
 	}
-	w, err := syslog.New(facility|syslog.LOG_NOTICE, f.log.name)
-	if err != nil {
-		return err
-	}
-	f.atEnd(w.Close)
+	// A run doesn't depend on whether somebody listens: syslog(3) drops messages, too.
+	var w *syslog.Writer
+	var said bool
 	f.log.send = func(severity byte, text string) {
+		if w == nil {
+			var err error
+			if w, err = syslog.New(facility|syslog.LOG_NOTICE, f.log.name); err != nil {
+				if w = nil; !said {
+					said = true
+					f.log.write('W', "no syslog to write messages to: "+err.Error())
+				}
+				return
+			}
+		}
 		put := map[byte]func(string) error{'F': w.Crit, 'E': w.Err, 'W': w.Warning, 'N': w.Notice, 'I': w.Info, 'D': w.Debug}[severity]
 		put(string(severity) + " " + text)
 	}
-	return nil
+	f.atEnd(func() error {
+		if w == nil {
+			return nil
+		}
+		return w.Close()
+	})
 }
 
 // noBypass says why this run can't take the bypass, or "".
@@ -321,6 +375,7 @@ func (f *forwarding) begin(ctx context.Context) (b begun) {
 		}
 	}
 	if b.server, b.err = proxy.New(cfg, bypass, f.log.logger()); b.err == nil {
+		f.server.Store(b.server)
 		b.err = b.server.Start()
 	}
 	return b
@@ -404,9 +459,11 @@ func (f *forwarding) open(ctx context.Context, a *address, control proxy.Control
 	}
 	switch {
 	case a.typ.kind == stdio:
+		f.log.printf('N', "%s", f.fileUse(a))
 		s, err = newFileStream("STDIO", 0, 1, a.on("ignoreeof"), f.fork)
 	case a.typ.kind == fdNumber:
 		n, _ := parseNumber(a.params[0])
+		f.log.printf('N', "%s", f.fileUse(a))
 		s, err = newFileStream("FD:"+a.params[0], int(n), int(n), a.on("ignoreeof"), f.fork)
 	case a.listens():
 		s, err = f.acceptOne(ctx, a)
@@ -430,6 +487,24 @@ func (f *forwarding) open(ctx context.Context, a *address, control proxy.Control
 		return nil, err
 	}
 	return s, nil
+}
+
+// fileUse says how an open file is used.
+func (f *forwarding) fileUse(a *address) string {
+	name, in, out := "", "stdin", "stdout"
+	if a.typ.kind == fdNumber {
+		name = "file descriptor " + a.params[0]
+		in, out = name, name
+	}
+	switch left := a == f.line.left; {
+	case left && f.line.onlyRight, !left && f.line.onlyLeft:
+		return "using " + in + " for reading"
+	case left && f.line.onlyLeft, !left && f.line.onlyRight:
+		return "using " + out + " for writing"
+	case name == "":
+		return "reading from and writing to stdio"
+	}
+	return "using " + name + " for reading and writing"
 }
 
 // acceptOne listens for the first client that may connect.
@@ -565,33 +640,51 @@ func (f *forwarding) onStarted(conn uint64, down, up proxy.Stream, reason splice
 	if reason != "" {
 		path = "copying, " + string(reason)
 	}
-	f.log.printf('N', "starting data transfer loop with FDs %s and %s", fdText(left), fdText(right))
+	l, r := fdsOf(left), fdsOf(right)
+	f.mu.Lock()
+	f.fds[conn] = [2]int{l[0], r[0]}
+	f.mu.Unlock()
+	f.log.printf('N', "starting data transfer loop with FDs [%d,%d] and [%d,%d]", l[0], l[1], r[0], r[1])
 	f.log.printf('I', "connection %d: %s", conn, path)
 }
 
-// fdText is the descriptors of a stream: the one that is read, the one that is written.
-func fdText(s proxy.Stream) string {
-	in, out := -1, -1
+// fdsOf returns the descriptors of a stream: the one that is read, the one that is written.
+func fdsOf(s proxy.Stream) (fds [2]int) {
 	switch s := s.(type) {
 	case *fileStream:
-		in, out = s.in, s.out
+		return [2]int{s.in, s.out}
 	case syscall.Conn:
-		withFD(s, func(fd int) error { in, out = fd, fd; return nil })
+		withFD(s, func(fd int) error { fds = [2]int{fd, fd}; return nil })
 	}
-	return fmt.Sprintf("[%d,%d]", in, out)
+	return fds
 }
 
 func (f *forwarding) onFinished(conn uint64, d splice.Direction) {
-	side := 1
-	if f.fromRight(d) {
-		side = 2
+	if !f.log.shows('N') {
+		return
 	}
-	f.log.printf('N', "socket %d of connection %d is at EOF", side, conn)
+	side := 0
+	if f.fromRight(d) {
+		side = 1
+	}
+	f.mu.Lock()
+	fd := f.fds[conn][side]
+	f.mu.Unlock()
+	of := ""
+	if f.fork {
+		of = fmt.Sprintf(", connection %d", conn)
+	}
+	f.log.printf('N', "socket %d (fd %d) is at EOF%s", side+1, fd, of)
 }
 
 func (f *forwarding) onClosed(conn uint64, cause string, err error) {
 	if f.dump != nil {
 		f.dump.forget(conn)
+	}
+	if f.log.shows('N') {
+		f.mu.Lock()
+		delete(f.fds, conn)
+		f.mu.Unlock()
 	}
 	dial := strings.HasPrefix(cause, "dial-")
 	switch {

@@ -57,6 +57,11 @@ func (l *socatLog) print(severity byte, text string) {
 		l.send(severity, text)
 		return
 	}
+	l.write(severity, text)
+}
+
+// write writes a message to w.
+func (l *socatLog) write(severity byte, text string) {
 	form := "2006/01/02 15:04:05"
 	if l.micros {
 		form += ".000000"
@@ -88,6 +93,9 @@ func (p proxyLines) WriteLevel(level zerolog.Level, b []byte) (int, error) {
 	fields := map[string]any{}
 	if json.Unmarshal(b, &fields) == nil {
 		text = fmt.Sprint(fields[zerolog.MessageFieldName])
+		if text == "listening" || text == "upstream not reached" {
+			return len(b), nil // said in socat's words
+		}
 		delete(fields, zerolog.MessageFieldName)
 		delete(fields, zerolog.LevelFieldName)
 		delete(fields, "listener") // there is one

@@ -485,15 +485,15 @@ var socatFlags = []socatFlag{
 	{"-lp", "NAME", optSupported, "the program's name in the log"},
 	{"-lu", "", optSupported, "microseconds in the log"},
 	{"-lh", "", optSupported, "the host's name in the log"},
-	{"-V", "", optSupported, "prints the version"},
-	{"-h", "", optSupported, "prints this list; -hh and -hhh the address options too; -? is the same"},
+	{"-V", "", optDifferent, "prints the version, and features in socat's words"},
+	{"-h", "", optDifferent, "prints this list; -hh and -hhh the address options too; -? is the same; 'shunt -h' lists shunt's commands, and 'shunt socat -h' prints this"},
+	{"--statistics", "", optDifferent, "logs the bytes of both directions at the end, as SIGUSR1 does meanwhile; there are no packets to count; socat 1.8"},
 	{"-lm", "[FACILITY]", optRefused, "use -ls or -ly"},
 	{"-D", "", optRefused, "use lsof(8) or ss(8)"},
 	{"-g", "", optRefused, "every option is checked against its address"},
 	{"-L", "FILE", optRefused, "use flock(1) around shunt"},
 	{"-W", "FILE", optRefused, "use flock(1) around shunt"},
 	{"-S", "MASK", optRefused, "signals are logged by name"},
-	{"--statistics", "", optRefused, "use --admin and /metrics"},
 	{"--experimental", "", optRefused, "nothing here is experimental"},
 }
 
@@ -531,6 +531,7 @@ type socatLine struct {
 	name          string
 	micros        bool
 	hostname      bool
+	statistics    bool
 	bypass        proxy.BypassMode
 	admin         string
 	left, right   *address
@@ -684,6 +685,8 @@ func (l *socatLine) setFlag(f *socatFlag, v string) error {
 		l.micros = true
 	case "-lh":
 		l.hostname = true
+	case "--statistics":
+		l.statistics = true
 	case "-V":
 		l.version = true
 	case "-h":

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"os"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -268,6 +269,9 @@ func TestProgramNamedSocat(t *testing.T) {
 	for _, c := range []struct{ argv, want []string }{
 		{[]string{"/usr/bin/socat", "run", "x"}, []string{"socat", "run", "x"}},
 		{[]string{"/usr/bin/shunt", "run", "x"}, []string{"run", "x"}},
+		{[]string{"/usr/bin/socat1", "-V"}, []string{"socat", "-V"}},
+		{[]string{"socat-1.8.0.3", "-V"}, []string{"socat", "-V"}},
+		{[]string{"socat-mux", "run"}, []string{"run"}},
 		{nil, nil},
 	} {
 		if got := programArgs(c.argv); !slices.Equal(got, c.want) {
@@ -309,7 +313,15 @@ keepalive = { idle = "0s" }
 `},
 	} {
 		code, stdout, stderr := runArgs(t, "", append([]string{"translate"}, strings.Fields(c.line)...)...)
-		if code != 0 || stdout != c.want {
+		// What is in the comments is on stderr too, where a pipe doesn't hide it.
+		said := strings.ReplaceAll(stderr, "shunt translate: no equivalent in a configuration file: ", "")
+		commented := ""
+		for _, line := range strings.Split(c.want, "\n") {
+			if what, ok := strings.CutPrefix(line, "# No equivalent here: "); ok {
+				commented += strings.TrimSuffix(what, ".") + "\n"
+			}
+		}
+		if code != 0 || stdout != c.want || said != commented {
 			t.Errorf("%s: code %d, stderr %q, stdout:\n%s", c.line, code, stderr, stdout)
 		}
 		if _, err := parseConfig("translated", []byte(stdout)); err != nil {
@@ -380,7 +392,7 @@ func FuzzSocatLine(f *testing.F) {
 	f.Fuzz(func(t *testing.T, s string) {
 		l, err := parseSocatLine(strings.Split(s, " "))
 		if err == nil && !l.help && !l.version {
-			_, _ = translate(l)
+			_, _, _ = translate(l)
 		}
 	})
 }
@@ -427,5 +439,23 @@ func TestEveryWordOfTheInstalledSocatIsKnown(t *testing.T) {
 	}
 	if count < 500 {
 		t.Errorf("only %d words in socat's help", count)
+	}
+
+	_, ours, _ := runArgs(t, "", "socat", "-V")
+	if !regexp.MustCompile(`socat version 1\.\d`).MatchString(ours) {
+		t.Errorf("-V: %s", ours)
+	}
+	theirs, err := exec.Command(bin, "-V").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range regexp.MustCompile(`WITH_\w+`).FindAllString(string(theirs), -1) {
+		switch m {
+		case "WITH_SYCLS", "WITH_FILAN", "WITH_MSGLEVEL": // of its build
+			continue
+		}
+		if !regexp.MustCompile(`(?m)^  #(define ` + m + ` 1|undef ` + m + `)$`).MatchString(ours) {
+			t.Errorf("-V doesn't know %s", m)
+		}
 	}
 }

@@ -24,12 +24,16 @@ func translateCommand(_ context.Context, c *command, args []string, s streams) i
 		err = errors.New("nothing to translate")
 	}
 	var text string
+	var missing []string
 	if err == nil {
-		text, err = translate(line)
+		text, missing, err = translate(line)
 	}
 	if err != nil {
 		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
 		return exitUsage
+	}
+	for _, m := range missing {
+		fmt.Fprintf(s.err, "shunt %s: no equivalent in a configuration file: %s\n", c.name, m)
 	}
 	fmt.Fprint(s.out, text)
 	return exitOK
@@ -41,23 +45,24 @@ type translation struct {
 	missing  []string // what has no key
 }
 
-// translate returns a configuration file. What has no key there is listed in comments.
-func translate(l *socatLine) (string, error) {
+// translate returns a configuration file, and what has no key there, which is
+// listed in its comments too.
+func translate(l *socatLine) (text string, missing []string, err error) {
 	down, up := l.left, l.right
 	if !down.listens() {
 		down, up = up, down
 	}
 	if down.typ.kind != tcpListen || up.typ.kind != tcpConnect {
-		return "", fmt.Errorf("%s and %s: a configuration file has TCP listeners and TCP upstreams only", l.left.keyword, l.right.keyword)
+		return "", nil, fmt.Errorf("%s and %s: a configuration file has TCP listeners and TCP upstreams only", l.left.keyword, l.right.keyword)
 	}
 	t := &translation{}
 	listen, err := listenAddress(l, down)
 	if err != nil {
-		return "", err
+		return "", nil, err
 	}
 	port, err := net.LookupPort("tcp", up.params[1])
 	if err != nil || port == 0 {
-		return "", fmt.Errorf("%s: no such port", up.params[1])
+		return "", nil, fmt.Errorf("%s: no such port", up.params[1])
 	}
 	host := strings.Trim(up.params[0], "[]")
 	if host == "" {
@@ -86,7 +91,7 @@ func translate(l *socatLine) (string, error) {
 	}
 	for _, a := range []*address{l.left, l.right} {
 		if err := t.options(a); err != nil {
-			return "", err
+			return "", nil, err
 		}
 	}
 	t.flags(l)
@@ -105,7 +110,7 @@ func translate(l *socatLine) (string, error) {
 		fmt.Fprintf(&b, "[admin]\nlisten = %q\n\n", l.admin)
 	}
 	fmt.Fprintf(&b, "[[listener]]\n%s\n", strings.Join(t.listener, "\n"))
-	return b.String(), nil
+	return b.String(), t.missing, nil
 }
 
 func (t *translation) set(key, value string) {
