@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -23,8 +22,7 @@ import (
 type admin struct {
 	listen string // as configured
 	addr   string
-	path   string // of the UNIX socket, if it is one
-	made   os.FileInfo
+	file   *socketFile // of the UNIX socket, if it is one
 	ln     net.Listener
 	http   *http.Server
 }
@@ -34,8 +32,8 @@ func openAdmin(s *Server, listen string) (*admin, error) {
 	a := &admin{listen: listen}
 	var err error
 	if path, ok := strings.CutPrefix(listen, "unix:"); ok {
-		a.path, a.addr = path, listen
-		a.ln, a.made, err = listenUnix(path)
+		a.addr = listen
+		a.ln, a.file, err = listenUnix(path, UnixSocket{Mode: DefaultUnixMode, Unlink: true})
 	} else {
 		var lc net.ListenConfig
 		lc.SetMultipathTCP(false)
@@ -82,7 +80,7 @@ func (a *admin) exposed() string {
 		}
 		return ""
 	}
-	dir := filepath.Dir(a.path)
+	dir := filepath.Dir(a.file.path)
 	fi, err := os.Stat(dir)
 	if err == nil && fi.Mode()&0o002 != 0 && fi.Mode()&os.ModeSticky == 0 {
 		return "everybody can put another socket in its place: " + dir + " is writable for all"
@@ -99,47 +97,9 @@ const adminIndex = `/metrics      counters and gauges, for Prometheus
 /readyz       200 while connections are accepted, 503 while draining
 `
 
-// listenUnix listens at path, mode 0600. A socket that nobody answers on is
-// a dead process's and is replaced.
-func listenUnix(path string) (net.Listener, os.FileInfo, error) {
-	if fi, err := os.Lstat(path); err == nil {
-		if fi.Mode()&os.ModeSocket == 0 {
-			return nil, nil, fmt.Errorf("listen unix %s: the file exists and is no socket", path)
-		}
-		c, err := net.DialTimeout("unix", path, time.Second)
-		if err == nil {
-			c.Close()
-			return nil, nil, fmt.Errorf("listen unix %s: somebody else listens there", path)
-		}
-		if err := os.Remove(path); err != nil {
-			return nil, nil, fmt.Errorf("listen unix %s: remove the stale socket: %w", path, err)
-		}
-	}
-	ln, err := listenPrivate(path)
-	if err != nil {
-		return nil, nil, err
-	}
-	ln.SetUnlinkOnClose(false) // close does it, if the file is still ours
-	if err := os.Chmod(path, 0o600); err != nil {
-		ln.Close()
-		os.Remove(path)
-		return nil, nil, err
-	}
-	fi, err := os.Lstat(path)
-	if err != nil {
-		ln.Close()
-		return nil, nil, err
-	}
-	return ln, fi, nil
-}
-
 // close ends the endpoint, requests that are being answered included.
 func (a *admin) close() {
-	if a.path != "" {
-		if fi, err := os.Lstat(a.path); err == nil && os.SameFile(fi, a.made) {
-			os.Remove(a.path)
-		}
-	}
+	a.file.remove()
 	a.ln.Close() // the HTTP server knows of it only while it serves
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()

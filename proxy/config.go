@@ -46,8 +46,10 @@ type KeepAlive struct {
 type Listener struct {
 	// Name is the listener's label in logs and metrics; unique.
 	Name string
-	// Listen is the TCP address: "127.0.0.1:7000", "[::1]:7000", ":7000" or "[::]:7000" (both dual stack).
+	// Listen is the TCP address: "127.0.0.1:7000", "[::1]:7000", ":7000" or "[::]:7000" (both dual stack); or what ParseUnix takes.
 	Listen string
+	// Unix is how a UNIX socket's file is made.
+	Unix UnixSocket
 	// Upstream is what ParseUpstream takes; a name is resolved for each connection, and every address is tried.
 	Upstream string
 	// Bypass: see BypassMode.
@@ -105,6 +107,7 @@ type Listener struct {
 // DefaultListener returns a Listener with every optional field at its default.
 func DefaultListener() Listener {
 	return Listener{
+		Unix:            UnixSocket{Mode: DefaultUnixMode, Unlink: true},
 		Bypass:          BypassAuto,
 		DialTimeout:     DefaultDialTimeout,
 		HalfOpenTimeout: DefaultHalfOpenTimeout,
@@ -137,5 +140,8 @@ type Config struct {
 // ListenAddr is a resolved listening address.
 type ListenAddr struct {
 	Name string
+	// Addr is invalid for a listener that isn't TCP.
 	Addr netip.AddrPort
+	// Text is Addr, or "unix:" and the path, or @ and the name, of a UNIX socket.
+	Text string
 }

@@ -66,13 +66,15 @@ type flow struct {
 // conn is one proxied connection. One goroutine moves each direction, or none
 // while it is parked; whoever ends the second one closes the connection.
 type conn struct {
-	id     uint64
-	l      *listener
-	start  time.Time
-	reason splice.Reason // why it is copied; set before the legs are connected
-	head   *head         // nil without PROXY headers
-	legs   [2]leg        // client's, upstream's: the source of direction d is legs[d], its destination legs[1-d]
-	flows  [2]flow       // by splice.Direction
+	id      uint64
+	l       *listener
+	start   time.Time
+	peer    *credentials  // of a UNIX client, for the access log
+	reason  splice.Reason // why it is copied; set before the legs are connected
+	head    *head         // nil without PROXY headers
+	dialled time.Duration // how long connecting the upstream took
+	legs    [2]leg        // client's, upstream's: the source of direction d is legs[d], its destination legs[1-d]
+	flows   [2]flow       // by splice.Direction
 
 	settled atomic.Bool
 
@@ -238,11 +240,13 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 		}
 	}
 	stop := watchLeave(c.down(), cancel)
+	begin := time.Now()
 	up, err := c.connect(ctx, control)
 	left := stop()
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.dialled = time.Since(begin)
 	c.cancel = nil
 	if err == nil && (left || c.killed) {
 		reset(up)
@@ -724,9 +728,17 @@ func addrOf(a net.Addr) netip.AddrPort {
 	return netip.AddrPortFrom(p.Addr().Unmap(), p.Port())
 }
 
+// addrString is how logs name an address. A UNIX socket without a name, as a
+// client's are, is "unix:".
 func addrString(a net.Addr) string {
 	if p := addrOf(a); p.IsValid() {
 		return p.String()
+	}
+	if u, ok := a.(*net.UnixAddr); ok {
+		if u.Name == "@" {
+			return "unix:"
+		}
+		return "unix:" + u.Name
 	}
 	return fmt.Sprint(a)
 }

@@ -3,10 +3,10 @@ package proxy
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"os"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -24,6 +24,7 @@ type listener struct {
 	log      zerolog.Logger
 	given    net.Listener // an open listening socket that it takes over, or nil
 	ln       atomic.Pointer[net.Listener]
+	file     *socketFile // of a UNIX socket
 	withdraw func()
 	upstream Upstream      // without a DialFunc
 	noBypass splice.Reason // why no connection is bypassed, or empty
@@ -83,7 +84,7 @@ func newListener(s *Server, cfg Listener) *listener {
 		l.noBypass = splice.ReasonOff
 	case cfg.NoBypass != "":
 		l.noBypass = cfg.NoBypass
-	case l.upstream.IsUnix():
+	case l.upstream.IsUnix(), cfg.ListenFunc == nil && strings.HasPrefix(cfg.Listen, "unix:"):
 		l.noBypass = splice.ReasonUnix
 	case s.bypass == nil:
 		l.noBypass = splice.ReasonUnsupported
@@ -148,6 +149,16 @@ func (l *listener) start() {
 
 // listen is the ListenFunc of a listener without one.
 func (l *listener) listen(ctx context.Context) (net.Listener, error) {
+	if name, ok, err := ParseUnix(l.cfg.Listen); err != nil {
+		return nil, err
+	} else if ok {
+		ln, file, err := listenUnix(name, l.cfg.Unix)
+		if err != nil { // and no Listener that holds a nil
+			return nil, err
+		}
+		l.file = file
+		return ln, nil
+	}
 	var lc net.ListenConfig
 	// The bypass doesn't take MPTCP, and a plain connection is what was asked for.
 	lc.SetMultipathTCP(false)
@@ -191,6 +202,9 @@ func (l *listener) end(keep bool) {
 		ln := *p
 		if !keep {
 			l.unannounce()
+			if err := l.file.remove(); err != nil {
+				l.log.Info().Err(err).Msg("the socket's file stays")
+			}
 			ln.Close()
 		} else {
 			interrupt(ln, true)
@@ -353,6 +367,9 @@ func (l *listener) add(down Stream) *conn {
 	s := l.srv
 	c := &conn{l: l, start: time.Now()}
 	c.legs[0].sock = down
+	if s.accessLog.Load() {
+		c.peer = peerOf(down)
+	}
 	s.mu.Lock()
 	if n := s.maxConnections; n > 0 && len(s.conns) >= n {
 		s.mu.Unlock()
@@ -421,39 +438,4 @@ func (c *counts) add(o counts) {
 	}
 	c.runs += o.runs
 	c.waits += o.waits
-}
-
-// path is how a direction's bytes went.
-func (c *counts) path(d splice.Direction, routed bool) string {
-	switch {
-	case !routed:
-		return "copy"
-	case c.copied[d] > 0 && c.bypassed[d] > 0:
-		return "both"
-	case c.copied[d] > 0:
-		return "copy"
-	}
-	return "bypass"
-}
-
-// logAccess writes the one line about a connection that has ended.
-func (c *conn) logAccess(n counts) {
-	e := c.l.log.Info().Uint64("conn", c.id).Time("start", c.start).Float64("duration_seconds", time.Since(c.start).Seconds()).
-		Str("down", addrString(c.down().RemoteAddr())).Str("down_local", addrString(c.down().LocalAddr())).
-		Str("upstream", c.l.cfg.Upstream)
-	if up := c.legs[1].sock; up != nil {
-		e = e.Str("up", addrString(up.RemoteAddr())).Str("up_local", addrString(up.LocalAddr()))
-	}
-	for _, d := range []splice.Direction{splice.Up, splice.Down} {
-		e = e.Str(fmt.Sprintf("%s_path", d), n.path(d, c.route != nil)).
-			Uint64(fmt.Sprintf("%s_copied", d), n.copied[d]).
-			Uint64(fmt.Sprintf("%s_bypassed", d), n.bypassed[d])
-	}
-	if c.l.cfg.ProxyProtocol.Accept {
-		e = e.Str("client", c.client())
-	}
-	if c.reason != "" {
-		e = e.Str("declined", string(c.reason))
-	}
-	e.Str("end", c.cause).Msg("connection")
 }

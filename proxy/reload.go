@@ -89,7 +89,7 @@ type nextListeners struct {
 }
 
 // openNext makes the listeners of cs, and opens those that take no socket over.
-func (s *Server) openNext(cs []Listener) (*nextListeners, error) {
+func (s *Server) openNext(cs []Listener) (_ *nextListeners, err error) {
 	n := &nextListeners{heir: map[*listener]*listener{}, kept: map[*listener]bool{}}
 	for _, c := range cs {
 		old := s.onAddress(c, n)
@@ -102,6 +102,10 @@ func (s *Server) openNext(cs []Listener) (*nextListeners, error) {
 		if old != nil {
 			n.heir[old] = l
 			l.given = *old.ln.Load()
+			if l.file, err = old.file.change(c.Unix); err != nil {
+				n.discard()
+				return nil, fmt.Errorf("listener %q: %w", c.Name, err)
+			}
 		}
 		if err := l.open(); err != nil {
 			n.discard()
@@ -144,6 +148,11 @@ func (s *Server) onAddress(c Listener, n *nextListeners) *listener {
 
 // discard closes what was opened for nothing.
 func (n *nextListeners) discard() {
+	for old, heir := range n.heir {
+		if heir.file != nil {
+			heir.file.change(old.cfg.Unix)
+		}
+	}
 	for _, l := range n.fresh {
 		if l.given != nil {
 			l.unannounce() // its socket is another's

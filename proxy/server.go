@@ -114,7 +114,7 @@ func (l Listener) validate() error {
 		if l.Listen == "" {
 			return errors.New("listen: no address")
 		}
-		if _, err := net.ResolveTCPAddr("tcp", l.Listen); err != nil {
+		if err := l.validateListen(); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
 	}
@@ -156,6 +156,22 @@ func (l Listener) validate() error {
 	}
 	if k := l.KeepAlive; k.Idle > 0 && (k.Interval <= 0 || k.Count <= 0) {
 		return errors.New("keepalive: interval and count must be positive")
+	}
+	return nil
+}
+
+func (l Listener) validateListen() error {
+	name, ok, err := ParseUnix(l.Listen)
+	switch {
+	case err != nil:
+		return err
+	case !ok:
+		_, err := net.ResolveTCPAddr("tcp", l.Listen)
+		return err
+	case len(l.Allow) > 0 || len(l.Deny) > 0 || l.MaxConnectionsPerSource > 0 || l.SourceRate.PerSecond > 0:
+		return errors.New("the clients of a UNIX socket have no address to be judged by")
+	case name[0] == '@' && (l.Unix.Mode != DefaultUnixMode || l.Unix.Owner != "" || l.Unix.Group != ""):
+		return errors.New("an abstract socket has no mode, owner or group")
 	}
 	return nil
 }
@@ -304,7 +320,7 @@ func (s *Server) Addrs() []ListenAddr {
 	var a []ListenAddr
 	for _, l := range s.current() {
 		if ln := l.ln.Load(); ln != nil {
-			a = append(a, ListenAddr{Name: l.cfg.Name, Addr: addrOf((*ln).Addr())})
+			a = append(a, ListenAddr{Name: l.cfg.Name, Addr: addrOf((*ln).Addr()), Text: addrString((*ln).Addr())})
 		}
 	}
 	return a

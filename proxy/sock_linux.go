@@ -93,6 +93,23 @@ func takeError(s Stream) error {
 	return syscall.Errno(e)
 }
 
+// peerOf returns a UNIX client's credentials, or nil. The process was so when it connected.
+func peerOf(s Stream) *credentials {
+	c, ok := s.(*net.UnixConn)
+	if !ok {
+		return nil
+	}
+	var u *unix.Ucred
+	err := control(c, func(fd int) (err error) {
+		u, err = unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)
+		return err
+	})
+	if err != nil {
+		return nil
+	}
+	return &credentials{int(u.Pid), int(u.Uid), int(u.Gid)}
+}
+
 // waitHangUp blocks until the peer has reset c or c's read deadline has passed,
 // and reads nothing. A FIN alone is no hang-up: the peer may still be reading.
 func waitHangUp(c *net.TCPConn) bool {

@@ -42,3 +42,6 @@ func (k KeepAlive) Set(syscall.RawConn) error { return nil }
 
 // Connect does nothing: package net connects.
 func Connect(syscall.RawConn, netip.AddrPort) {}
+
+// peerOf doesn't know.
+func peerOf(Stream) *credentials { return nil }

@@ -42,12 +42,9 @@ const (
 // ParseUpstream reads host:port, unix:/path, or unix:@name (an abstract socket).
 func ParseUpstream(s string) (Upstream, error) {
 	u := Upstream{text: s}
-	if path, ok := strings.CutPrefix(s, "unix:"); ok {
-		if len(path) < 2 || path[0] != '/' && path[0] != '@' || len(path) > maxUnixPath || strings.ContainsRune(path, 0) {
-			return u, fmt.Errorf("%q: want unix: and an absolute path, or @ and a name, of at most %d bytes", s, maxUnixPath)
-		}
-		u.addr = address{unix: path}
-		return u, nil
+	if name, ok, err := ParseUnix(s); ok {
+		u.addr = address{unix: name}
+		return u, err
 	}
 	host, port, err := net.SplitHostPort(s)
 	if err != nil || !isHost(host) {

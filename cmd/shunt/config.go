@@ -3,7 +3,9 @@ package main
 import (
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
+	"strconv"
 	"time"
 
 	"shunt/proxy"
@@ -53,6 +55,7 @@ type limitsTable struct {
 type listenerTable struct {
 	Name            string             `toml:"name"`
 	Listen          string             `toml:"listen"`
+	Unix            unixTable          `toml:"unix"`
 	Upstream        string             `toml:"upstream"`
 	Bypass          string             `toml:"bypass"`
 	MaxConnections  int                `toml:"max_connections"`
@@ -66,6 +69,13 @@ type listenerTable struct {
 	KeepAlive       keepAliveTable     `toml:"keepalive"`
 	DrainTimeout    time.Duration      `toml:"drain_timeout"`
 	ProxyProtocol   proxyProtocolTable `toml:"proxy_protocol"`
+}
+
+type unixTable struct {
+	Mode   string `toml:"mode"`
+	Owner  string `toml:"owner"`
+	Group  string `toml:"group"`
+	Unlink bool   `toml:"unlink"`
 }
 
 type sourceRateTable struct {
@@ -101,6 +111,7 @@ func defaultFile() fileConfig {
 func defaultListener() listenerTable {
 	l := proxy.DefaultListener()
 	return listenerTable{
+		Unix:            unixTable{Mode: fmt.Sprintf("%04o", l.Unix.Mode), Owner: l.Unix.Owner, Group: l.Unix.Group, Unlink: l.Unix.Unlink},
 		Bypass:          string(l.Bypass),
 		MaxConnections:  l.MaxConnections,
 		DialTimeout:     l.DialTimeout,
@@ -168,6 +179,7 @@ func (fc *fileConfig) proxyConfig() proxy.Config {
 		cfg.Listeners = append(cfg.Listeners, proxy.Listener{
 			Name:                    l.Name,
 			Listen:                  l.Listen,
+			Unix:                    l.Unix.socket(),
 			Upstream:                l.Upstream,
 			Bypass:                  proxy.BypassMode(l.Bypass),
 			MaxConnections:          l.MaxConnections,
@@ -184,6 +196,21 @@ func (fc *fileConfig) proxyConfig() proxy.Config {
 		})
 	}
 	return cfg
+}
+
+// socket returns a table that was validated.
+func (t unixTable) socket() proxy.UnixSocket {
+	mode, _ := parseMode(t.Mode)
+	return proxy.UnixSocket{Mode: mode, Owner: t.Owner, Group: t.Group, Unlink: t.Unlink}
+}
+
+// parseMode reads permissions in octal.
+func parseMode(s string) (fs.FileMode, error) {
+	n, err := strconv.ParseUint(s, 8, 32)
+	if err != nil || n > 0o777 || len(s) > 4 {
+		return 0, fmt.Errorf(`%q is not a mode: want octal digits in quotes, such as "0600" or "0660"`, s)
+	}
+	return fs.FileMode(n), nil
 }
 
 // networks returns a list that was validated.

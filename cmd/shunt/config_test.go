@@ -57,6 +57,10 @@ listen = ":7001"
 upstream = "[::1]:8000"
 [listener.keepalive]
 idle = "0s"
+[[listener]]
+listen = "unix:/run/a.sock"
+unix = { mode = "0660", owner = "o", group = "g", unlink = false }
+upstream = "[::1]:8000"
 `))
 	if err != nil {
 		t.Fatal(err)
@@ -64,9 +68,12 @@ idle = "0s"
 	second := proxy.DefaultListener()
 	second.Name, second.Listen, second.Upstream = ":7001", ":7001", "[::1]:8000"
 	second.KeepAlive.Idle = 0
+	third := proxy.DefaultListener()
+	third.Name, third.Listen, third.Upstream = "unix:/run/a.sock", "unix:/run/a.sock", "[::1]:8000"
+	third.Unix = proxy.UnixSocket{Mode: 0o660, Owner: "o", Group: "g"}
 	want := proxy.Config{
 		Listeners: []proxy.Listener{{
-			Name: "web", Listen: "127.0.0.1:7000", Upstream: "web.internal:8000", Bypass: proxy.BypassOn,
+			Name: "web", Listen: "127.0.0.1:7000", Unix: second.Unix, Upstream: "web.internal:8000", Bypass: proxy.BypassOn,
 			MaxConnections: 10, MaxConnectionsPerSource: 11, SourceRate: proxy.SourceRate{PerSecond: 12, Burst: 13},
 			Allow: networks([]string{"10.0.0.0/8", "::1"}), Deny: networks([]string{"10.1.0.0/16"}), DialTimeout: time.Second, IdleTimeout: 2 * time.Second, HalfOpenTimeout: 3 * time.Second,
 			KeepAlive:    proxy.KeepAlive{Idle: 4 * time.Second, Interval: 5 * time.Second, Count: 6},
@@ -75,7 +82,7 @@ idle = "0s"
 				Send: proxy.HeaderV2, Accept: true, HeaderTimeout: 8 * time.Second,
 				Trusted: networks([]string{"10.0.0.0/8", "192.0.2.1"}), TrustUnix: true,
 			},
-		}, second},
+		}, second, third},
 		Admin: "127.0.0.1:9901", AccessLog: true, MaxConnections: 500,
 	}
 	if got := fc.proxyConfig(); !reflect.DeepEqual(got, want) {
@@ -134,6 +141,11 @@ func listener(line string) string {
 	return minimal + "[[listener]]\nname = \"b\"\nlisten = \"127.0.0.1:7001\"\nupstream = \"127.0.0.1:8000\"\n" + line + "\n"
 }
 
+// unixListener returns a listener at a UNIX socket with one more line.
+func unixListener(line string) string {
+	return "[[listener]]\nlisten = \"unix:/a\"\nupstream = \"127.0.0.1:8000\"\n" + line + "\n"
+}
+
 func TestGoodConfigs(t *testing.T) {
 	for _, text := range []string{
 		minimal,
@@ -145,6 +157,9 @@ func TestGoodConfigs(t *testing.T) {
 		listener(`idle_timeout = "0"`),
 		listener(`max_connections = 1_000`),
 		listener(`allow = []`),
+		unixListener(`unix = { mode = "660", owner = "nobody", group = "65534", unlink = false }`),
+		strings.Replace(unixListener(""), "/a", "@a", 1),
+		"[[listener]]\nlisten = \"unix:/" + strings.Repeat("a", 106) + "\"\nupstream = \"unix:@b\"\n",
 		listener(`deny = ["::ffff:10.0.0.0/104", "fe80::1%eth0"]`),
 		listener(`source_rate.per_second = 5`),
 		listener("[bypass]\nwindow = 4096"),
@@ -286,14 +301,31 @@ func TestBadConfigs(t *testing.T) {
 		{"[admin]\nlisten = \"unix:/" + strings.Repeat("a", 107) + "\"\n", "want unix: and an absolute path of at most 107 bytes"},
 		{listener("[admin]\nlisten = \"127.0.0.1:7001\""), `f:9: admin.listen: "127.0.0.1:7001" is taken by listener "b"`},
 
+		{"[[listener]]\nlisten = \"unix:a.sock\"\nupstream = \"a:1\"\n", `f:2: listener "unix:a.sock": listen: "unix:a.sock": want unix: and an absolute path, or @ and a name, of at most 107 bytes`},
+		{"[[listener]]\nlisten = \"unix:@\"\nupstream = \"a:1\"\n", `want unix: and an absolute path`},
+		{"[[listener]]\nlisten = \"unix:/" + strings.Repeat("a", 107) + "\"\nupstream = \"a:1\"\n", `want unix: and an absolute path`},
+		{"[[listener]]\nlisten = \"/run/a.sock\"\nupstream = \"a:1\"\n", `or "unix:/path"`},
+		{unixListener(`unix = { mode = "rw" }`), `f:4: listener "unix:/a": unix.mode: "rw" is not a mode: want octal digits in quotes, such as "0600" or "0660"`},
+		{unixListener(`unix = { mode = "1777" }`), `unix.mode: "1777" is not a mode`},
+		{unixListener(`unix = { mode = 600 }`), `unix.mode: want a string in quotes, not the number 600`},
+		{unixListener(`unix = { owner = "a b" }`), `unix.owner: "a b": want a name or a number`},
+		{unixListener(`unix = { user = "a" }`), `unix.user: unknown key`},
+		{unixListener(`allow = ["10.0.0.0/8"]`), `f:4: listener "unix:/a": allow: the clients of a UNIX socket have no address: unix.mode, unix.owner and unix.group say who may connect`},
+		{unixListener(`source_rate = { per_second = 1 }`), `source_rate: the clients of a UNIX socket have no address`},
+		{strings.Replace(unixListener(`unix = { mode = "0666" }`), "/a", "@a", 1), `unix: an abstract socket has no mode, owner or group`},
+		{listener(`unix = { mode = "0666" }`), `f:8: listener "b": unix: listen = "127.0.0.1:7001" is no UNIX socket, such as "unix:/run/app/web.sock"`},
+		{unixListener("") + unixListener("name = \"b\""), `listener "b": listen: "unix:/a" is taken by listener "unix:/a"`},
+		{unixListener("[admin]\nlisten = \"unix:/a\""), `admin.listen: "unix:/a" is taken by listener "unix:/a"`},
+		{strings.Replace(unixListener(""), "127.0.0.1:8000", "unix:/a", 1), `upstream: "unix:/a" is the listener itself`},
+
 		// Listeners beside each other.
 		{strings.Replace(listener(""), "7001", "7000", 1), `f:6: listener "b": listen: "127.0.0.1:7000" is taken by listener "127.0.0.1:7000" (127.0.0.1:7000)`},
 		{strings.Replace(listener(""), "127.0.0.1:7001", ":7000", 1), `listen: ":7000" is taken by`},
 		{strings.Replace(listener(""), "127.0.0.1:7001", "0.0.0.0:7000", 1), `listen: "0.0.0.0:7000" is taken by`},
 		{strings.Replace(listener(""), "127.0.0.1:7001", "[::ffff:127.0.0.1]:7000", 1), `is taken by`},
 		{minimal + "name = \"b\"\n" + listener("")[len(minimal):], `f:6: listener "b": name: "b" is the name of listener 1 already`},
-		{"[[listener]]\nname = \"a\\nb\"\nlisten = \":1\"\nupstream = \"a:1\"\n", `f:2: listener "a\nb": name: "a\nb": want at most 100 printable characters`},
-		{"[[listener]]\nname = \"" + strings.Repeat("a", 101) + "\"\nlisten = \":1\"\nupstream = \"a:1\"\n", "want at most 100 printable characters"},
+		{"[[listener]]\nname = \"a\\nb\"\nlisten = \":1\"\nupstream = \"a:1\"\n", `f:2: listener "a\nb": name: "a\nb": want at most 128 printable characters`},
+		{"[[listener]]\nname = \"" + strings.Repeat("a", 129) + "\"\nlisten = \":1\"\nupstream = \"a:1\"\n", "want at most 128 printable characters"},
 
 		// Loops.
 		{strings.Replace(minimal, "8000", "7000", 1), `f:3: listener "127.0.0.1:7000": upstream: "127.0.0.1:7000" is the listener itself`},

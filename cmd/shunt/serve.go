@@ -208,7 +208,7 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 func logReady(server *proxy.Server, log zerolog.Logger) {
 	listeners := zerolog.Dict()
 	for _, a := range server.Addrs() {
-		listeners.Str(a.Name, a.Addr.String())
+		listeners.Str(a.Name, a.Text)
 	}
 	log.Info().Dict("listeners", listeners).Str("admin", server.AdminAddr()).Msg(msgReady)
 }

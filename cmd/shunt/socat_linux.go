@@ -727,7 +727,7 @@ func (f *forwarding) dropEarly(a *address) error {
 	for _, name := range privilegeOptions {
 		// A name that doesn't exist is no reason to open anything.
 		if o := a.get(name); o != nil && o.opt.value == userValue {
-			if _, _, err := lookupUser(o.value); err != nil {
+			if _, _, err := proxy.LookupUser(o.value); err != nil {
 				return err
 			}
 		}
@@ -758,7 +758,7 @@ func (f *forwarding) drop(a *address) error {
 		return nil
 	}
 	if v := a.textOf("setgid"); v != "" {
-		gid, err := lookupGroup(v)
+		gid, err := proxy.LookupGroup(v)
 		if err != nil {
 			return err
 		}
@@ -778,7 +778,7 @@ func (f *forwarding) drop(a *address) error {
 
 // becomeUser makes the whole process the user's, with the user's groups too if asked for.
 func becomeUser(name string, groups bool) error {
-	uid, gid, err := lookupUser(name)
+	uid, gid, err := proxy.LookupUser(name)
 	if err != nil {
 		return err
 	}

@@ -8,10 +8,8 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"os/user"
 	"path/filepath"
 	"runtime"
-	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -426,12 +424,12 @@ func setFile(a *address, path string) error {
 	uid, gid := -1, -1
 	var err error
 	if v := a.textOf("user"); v != "" {
-		if uid, _, err = lookupUser(v); err != nil {
+		if uid, _, err = proxy.LookupUser(v); err != nil {
 			return err
 		}
 	}
 	if v := a.textOf("group"); v != "" {
-		if gid, err = lookupGroup(v); err != nil {
+		if gid, err = proxy.LookupGroup(v); err != nil {
 			return err
 		}
 	}
@@ -444,34 +442,6 @@ func setFile(a *address, path string) error {
 		return os.NewSyscallError("chmod", unix.Chmod(path, uint32(m.num)))
 	}
 	return nil
-}
-
-// lookupUser returns the ids of a user by name or number; gid is -1 for a number without a name.
-func lookupUser(s string) (uid, gid int, err error) {
-	u, err := user.Lookup(s)
-	if err != nil {
-		n, nerr := strconv.ParseUint(s, 10, 31)
-		if nerr != nil {
-			return 0, 0, err
-		}
-		if u, err = user.LookupId(s); err != nil {
-			return int(n), -1, nil
-		}
-	}
-	uid, err1 := strconv.Atoi(u.Uid)
-	gid, err2 := strconv.Atoi(u.Gid)
-	return uid, gid, errors.Join(err1, err2)
-}
-
-func lookupGroup(s string) (int, error) {
-	if g, err := user.LookupGroup(s); err == nil {
-		return strconv.Atoi(g.Gid)
-	}
-	n, err := strconv.ParseUint(s, 10, 31)
-	if err != nil {
-		return 0, fmt.Errorf("group: unknown group %s", s)
-	}
-	return int(n), nil
 }
 
 func vsockText(v *unix.SockaddrVM) string { return fmt.Sprintf("cid:%d port:%d", int32(v.CID), v.Port) }

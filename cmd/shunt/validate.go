@@ -29,7 +29,7 @@ const (
 	maxKeepAliveCount = 127
 	// sockaddr_un has 108 bytes, the last of them zero.
 	maxUnixPath = 107
-	maxName     = 100
+	maxName     = 128
 )
 
 // validate notes everything wrong that one can know without opening a socket
@@ -45,7 +45,7 @@ func (fc *fileConfig) validate(d *document) {
 		l := &fc.Listeners[i]
 		addr := l.validate(d, p)
 		for j, other := range addrs {
-			if overlap(addr, other) {
+			if overlap(addr, other) || strings.HasPrefix(l.Listen, "unix:") && l.Listen == fc.Listeners[j].Listen {
 				d.errorf(p.with("listen"), "%q is taken by listener %q (%s)", l.Listen, fc.Listeners[j].Name, fc.Listeners[j].Listen)
 			} else if l.Name == fc.Listeners[j].Name && l.Name != "" {
 				d.errorf(p.with("name"), "%q is the name of listener %d already", l.Name, j+1)
@@ -67,10 +67,10 @@ func (fc *fileConfig) validate(d *document) {
 			d.errorf(p, "connections would go round in a loop: %s and back", strings.Join(names, " -> "))
 		}
 	}
-	if admin := fc.Admin.Listen; admin != "" && !strings.HasPrefix(admin, "unix:") {
+	if admin := fc.Admin.Listen; admin != "" {
 		addr, _ := parseListen(admin)
 		for i, other := range addrs {
-			if overlap(addr, other) {
+			if overlap(addr, other) || strings.HasPrefix(admin, "unix:") && admin == fc.Listeners[i].Listen {
 				d.errorf(path("admin", "listen"), "%q is taken by listener %q", admin, fc.Listeners[i].Name)
 			}
 		}
@@ -119,10 +119,15 @@ var (
 func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 	if l.Listen == "" {
 		d.missing(p.with("listen"), `want an address, such as "127.0.0.1:7000"`)
+	} else if strings.HasPrefix(l.Listen, "unix:") {
+		l.validateUnix(d, p)
 	} else if a, err := parseListen(l.Listen); err != nil {
-		d.errorf(p.with("listen"), "%v", err)
+		d.errorf(p.with("listen"), `%v, or "unix:/path" or "unix:@name"`, err)
 	} else {
 		addr = a
+		if l.Unix != defaultListener().Unix {
+			d.errorf(p.with("unix"), `listen = %q is no UNIX socket, such as "unix:/run/app/web.sock"`, l.Listen)
+		}
 	}
 	if len(l.Name) > maxName || strings.ContainsFunc(l.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		d.errorf(p.with("name"), "%q: want at most %d printable characters", l.Name, maxName)
@@ -161,8 +166,39 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 	return addr
 }
 
+// validateUnix checks a UNIX socket that is listened on.
+func (l *listenerTable) validateUnix(d *document, p keyPath) {
+	name, _, err := proxy.ParseUnix(l.Listen)
+	if err != nil {
+		d.errorf(p.with("listen"), "%v", err)
+	}
+	u := p.with("unix")
+	mode, err := parseMode(l.Unix.Mode)
+	if err != nil {
+		d.errorf(u.with("mode"), "%v", err)
+	}
+	for _, k := range []struct{ key, value string }{{"owner", l.Unix.Owner}, {"group", l.Unix.Group}} {
+		if strings.ContainsFunc(k.value, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) || r == ':' }) {
+			d.errorf(u.with(k.key), "%q: want a name or a number", k.value)
+		}
+	}
+	if strings.HasPrefix(name, "@") && (mode != proxy.DefaultUnixMode || l.Unix.Owner != "" || l.Unix.Group != "") {
+		d.errorf(u, `an abstract socket has no mode, owner or group: everybody in its network namespace may connect; want a path, such as "unix:/run/app/web.sock"`)
+	}
+}
+
 // validateSources checks who may connect.
 func (l *listenerTable) validateSources(d *document, p keyPath) {
+	if strings.HasPrefix(l.Listen, "unix:") {
+		for key, set := range map[string]bool{
+			"allow": len(l.Allow) > 0, "deny": len(l.Deny) > 0,
+			"max_connections_per_source": l.MaxPerSource != 0, "source_rate": l.SourceRate != sourceRateTable{},
+		} {
+			if set {
+				d.errorf(p.with(key), "the clients of a UNIX socket have no address: unix.mode, unix.owner and unix.group say who may connect")
+			}
+		}
+	}
 	within(d, p.with("max_connections_per_source"), l.MaxPerSource, 0, maxMaxConnections)
 	r := p.with("source_rate")
 	within(d, r.with("per_second"), l.SourceRate.PerSecond, 0, maxSourceRate)
@@ -242,6 +278,9 @@ func loop(ls []listenerTable, addrs []netip.AddrPort, i int) []int {
 	for at := i; len(round) < len(ls); {
 		round = append(round, at)
 		next := slices.IndexFunc(addrs, func(a netip.AddrPort) bool { return reaches(ls[at].Upstream, a) })
+		if strings.HasPrefix(ls[at].Upstream, "unix:") {
+			next = slices.IndexFunc(ls, func(l listenerTable) bool { return l.Listen == ls[at].Upstream })
+		}
 		if next < 0 {
 			return nil
 		}

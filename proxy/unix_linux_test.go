@@ -1,0 +1,4 @@
+package proxy
+
+// What Linux has beside other systems.
+const abstractSockets, credentialsKnown = true, true

@@ -1,0 +1,5 @@
+//go:build unix && !linux
+
+package proxy
+
+const abstractSockets, credentialsKnown = false, false
