@@ -1,0 +1,147 @@
+//go:build linux
+
+package test
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	. "shunt/test/harness"
+)
+
+func deployFile(t *testing.T, name string) string {
+	t.Helper()
+	root, err := Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(filepath.Join(root, "cmd", "shunt", "deploy", name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+// filter runs a program under a seccomp filter that kills it for a system call
+// that isn't listed.
+const filter = `
+import os, sys, seccomp
+f = seccomp.SyscallFilter(seccomp.KILL_PROCESS)
+for name in sys.argv[1].split():
+    f.add_rule(seccomp.ALLOW, name)
+f.load()
+os.execv(sys.argv[2], sys.argv[2:])
+`
+
+func TestDocumentedPrivilegesAreEnough(t *testing.T) {
+	// What the deploy files grant and take, put together by hand: the capabilities,
+	// no_new_privs, a hierarchy that is read-only, and the documented system calls.
+	const python = "/usr/bin/python3" // Debian's, which has Debian's modules
+	var calls []string
+	for _, line := range strings.Split(deployFile(t, "syscalls.txt"), "\n") {
+		line, _, _ = strings.Cut(line, "#")
+		calls = append(calls, strings.Fields(line)...)
+	}
+	if len(calls) < 30 {
+		t.Fatalf("%d system calls are documented", len(calls))
+	}
+	for _, c := range []struct {
+		name    string
+		setpriv string // its options
+		cgroup  bool   // the hierarchy is elsewhere
+		process map[string]string
+	}{
+		{"systemd unit", "--reuid 65534 --regid 65534 --clear-groups --inh-caps -all,+bpf,+net_admin,+perfmon --ambient-caps -all,+bpf,+net_admin,+perfmon" +
+			" --bounding-set -all,+bpf,+net_admin,+perfmon", false, nil},
+		{"container", "--inh-caps -all --bounding-set -all,+bpf,+net_admin,+perfmon,+setuid,+setgid,+setpcap", true,
+			map[string]string{"user": `"65532"`, "group": `"65532"`}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			EachShuntPath(t, func(t *testing.T, p Path) {
+				NeedRoot(t)
+				NeedProgram(t, "unshare")
+				NeedProgram(t, "setpriv")
+				if exec.Command(python, "-c", "import seccomp").Run() != nil {
+					Missing(t, AbilityPrograms, "Debian's package python3-seccomp")
+				}
+				t.Parallel()
+				cfg := Configure(p, fmt.Sprintf("127.0.0.1:%d", Port(t, nil)), Serve(t, echo).Addr)
+				cfg.Process = c.process
+				mounted := cgroup2(t)
+				mounts := fmt.Sprintf("mount --bind %s %s && mount -o remount,bind,ro %s", mounted, mounted, mounted)
+				if c.cgroup {
+					at := t.TempDir()
+					mounts = fmt.Sprintf("mount --bind %s %s && mount -o remount,bind,ro %s && umount -l %s", mounted, at, at, mounted)
+					cfg.Bypass["cgroup"] = fmt.Sprintf("%q", at)
+				}
+				launch := Launch{Prefix: []string{"unshare", "--mount", "--cgroup", "--propagation", "private", "--", "sh", "-c",
+					mounts + " && exec setpriv --no-new-privs " + c.setpriv + ` -- "$@"`, "sh", python, "-c", filter, strings.Join(calls, " ")}}
+				f := &Front{Path: p, Addr: cfg.Listeners[0].Listen, Shunt: StartShunt(t, cfg, launch)}
+				for range 3 {
+					if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+						t.Fatal(err)
+					}
+				}
+				f.CheckPath(t, 60_000, 60_000, 0.8)
+				if c.process != nil {
+					checkUnprivileged(t, f.Shunt.Pid(), 65532, 65532, true)
+				}
+			})
+		})
+	}
+}
+
+func TestUnitsAreValid(t *testing.T) {
+	if testing.Short() {
+		t.Skip("end-to-end test, not run with -short")
+	}
+	verify := NeedProgram(t, "systemd-analyze")
+	bin, err := Build()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	files := []string{"shunt.service", "shunt.socket"}
+	args := []string{"verify", "--man=no", "--recursive-errors=no"}
+	for _, name := range files {
+		text := strings.ReplaceAll(deployFile(t, name), "/usr/local/bin/shunt", bin)
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		args = append(args, filepath.Join(dir, name))
+	}
+	out, err := exec.Command(verify, args...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("systemd-analyze: %v\n%s", err, out)
+	}
+	for _, line := range strings.Split(string(out), "\n") {
+		if strings.Contains(line, dir) || strings.HasPrefix(line, "shunt.") {
+			t.Error(line)
+		}
+	}
+	out, err = exec.Command(verify, "security", "--offline=true", "--threshold=25", filepath.Join(dir, files[0])).CombinedOutput()
+	if err != nil {
+		t.Errorf("more exposed than 2.5 of 10: %v\n%s", err, out)
+	}
+}
+
+func TestImageIsBuiltWithTheVersionOfGo(t *testing.T) {
+	root, err := Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	mod, err := os.ReadFile(filepath.Join(root, "go.mod"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := regexp.MustCompile(`(?m)^go (\S+)$`).FindSubmatch(mod)
+	have := regexp.MustCompile(`(?m)^ARG GO_VERSION=(\S+)$`).FindStringSubmatch(deployFile(t, "Dockerfile"))
+	if want == nil || have == nil || string(want[1]) != have[1] {
+		t.Errorf("go.mod has %q, the Dockerfile %q", want, have)
+	}
+}
