@@ -1,4 +1,6 @@
 # build      one static binary, ./shunt
+# install    the binary, the systemd units, and an example configuration where there is none; DESTDIR, PREFIX
+# uninstall  what install installed, without the configuration
 # demo       build, then the demonstration; needs Go and make only
 # test       set up the machine, then all three tiers of tests
 # test-kernels      the tests of the bypass on kernels of Debian's, under QEMU; KERNELS="-kernel 6.12" for some
@@ -9,10 +11,27 @@
 
 STATICCHECK = honnef.co/go/tools/cmd/staticcheck@v0.8.2
 
-.PHONY: build demo test test-kernels kernel-permanent bench generate lint clean setup
+DESTDIR =
+PREFIX = /usr/local
+UNITS = $(DESTDIR)$(PREFIX)/lib/systemd/system
+
+.PHONY: build install uninstall demo test test-kernels kernel-permanent bench generate lint clean setup
 
 build:
 	CGO_ENABLED=0 go build -trimpath -o shunt ./cmd/shunt
+
+# Not built again as root: "make && sudo make install".
+install:
+	@[ -x shunt ] || $(MAKE) build
+	install -D -m 0755 shunt $(DESTDIR)$(PREFIX)/bin/shunt
+	install -d $(UNITS)
+	sed 's,/usr/local/bin/,$(PREFIX)/bin/,' cmd/shunt/deploy/shunt.service >$(UNITS)/shunt.service
+	install -m 0644 cmd/shunt/deploy/shunt.socket $(UNITS)/shunt.socket
+	chmod 0644 $(UNITS)/shunt.service
+	[ -e $(DESTDIR)/etc/shunt/config.toml ] || install -D -m 0644 config.example.toml $(DESTDIR)/etc/shunt/config.toml
+
+uninstall:
+	rm -f $(DESTDIR)$(PREFIX)/bin/shunt $(UNITS)/shunt.service $(UNITS)/shunt.socket
 
 demo: build
 	./shunt demo

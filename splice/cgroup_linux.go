@@ -74,6 +74,19 @@ func cgroupMount(mountinfo io.Reader) string {
 	return ""
 }
 
+// wholeHierarchy says whether a root is the host's, and not one that a cgroup
+// namespace shows.
+func wholeHierarchy(root *os.File) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(root.Fd()), &st); err != nil {
+		return err
+	}
+	if st.Ino != 1 { // the id of the first cgroup of a hierarchy
+		return errors.New("only sockets of this container are seen: mount the host's cgroup2 into it and name that in bypass.cgroup")
+	}
+	return nil
+}
+
 // unescape undoes what the kernel does to blanks in mountinfo.
 var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
 

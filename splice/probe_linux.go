@@ -79,6 +79,9 @@ func open(o Options) (*Kernel, *Report) {
 		defer cgroup.Close()
 	}
 	r.add("cgroup2", true, err, at)
+	if cgroup != nil && o.Cgroup == "" {
+		r.add("cgroup of the host", false, wholeHierarchy(cgroup), "all sockets of this host are seen")
+	}
 	if len(missing) > 0 {
 		r.add("load programs", true, fmt.Errorf("%w without these capabilities", errNotTried), "")
 		if !initialUserNamespace() {

@@ -3,6 +3,7 @@
 package test
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -10,6 +11,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	. "shunt/test/harness"
 )
@@ -144,4 +146,102 @@ func TestImageIsBuiltWithTheVersionOfGo(t *testing.T) {
 	if want == nil || have == nil || string(want[1]) != have[1] {
 		t.Errorf("go.mod has %q, the Dockerfile %q", want, have)
 	}
+}
+
+func TestInstallKeepsAConfigurationThatIsThere(t *testing.T) {
+	if testing.Short() {
+		t.Skip("end-to-end test, not run with -short")
+	}
+	install := NeedProgram(t, "make")
+	bin, err := Build()
+	if err != nil {
+		t.Fatal(err)
+	}
+	root, err := Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// A copy of what is installed: the binary in the repository's root is the developer's.
+	from, to := t.TempDir(), t.TempDir()
+	for name, file := range map[string]string{
+		"Makefile": "Makefile", "config.example.toml": "config.example.toml",
+		"cmd/shunt/deploy/shunt.service": "cmd/shunt/deploy/shunt.service", "cmd/shunt/deploy/shunt.socket": "cmd/shunt/deploy/shunt.socket",
+	} {
+		b, err := os.ReadFile(filepath.Join(root, file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		at := filepath.Join(from, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(at), 0o755), os.WriteFile(at, b, 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink(bin, filepath.Join(from, "shunt")); err != nil {
+		t.Fatal(err)
+	}
+	run := func(target string) {
+		t.Helper()
+		cmd := exec.Command(install, "-s", "-C", from, target, "DESTDIR="+to, "PREFIX=/opt/shunt")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("make %s: %v\n%s", target, err, out)
+		}
+	}
+	want := map[string]os.FileMode{
+		"opt/shunt/bin/shunt": 0o755, "opt/shunt/lib/systemd/system/shunt.service": 0o644,
+		"opt/shunt/lib/systemd/system/shunt.socket": 0o644, "etc/shunt/config.toml": 0o644,
+	}
+	run("install")
+	for name, mode := range want {
+		if fi, err := os.Stat(filepath.Join(to, name)); err != nil || fi.Mode() != mode {
+			t.Errorf("%s: %v, %v; want %v", name, fi, err, mode)
+		}
+	}
+	config := filepath.Join(to, "etc/shunt/config.toml")
+	if out, err := exec.Command(filepath.Join(to, "opt/shunt/bin/shunt"), "check", "--config", config).CombinedOutput(); err != nil {
+		t.Errorf("shunt check: %v\n%s", err, out)
+	}
+	unit, err := os.ReadFile(filepath.Join(to, "opt/shunt/lib/systemd/system/shunt.service"))
+	if err != nil || !strings.Contains(string(unit), "ExecStart=/opt/shunt/bin/shunt run --config /etc/shunt/config.toml\n") {
+		t.Errorf("%v, or the unit starts another program", err)
+	}
+	if err := os.WriteFile(config, []byte("# mine\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	run("install")
+	if b, err := os.ReadFile(config); err != nil || string(b) != "# mine\n" {
+		t.Errorf("the configuration became %q, %v", b, err)
+	}
+	run("uninstall")
+	for name := range want {
+		_, err := os.Stat(filepath.Join(to, name))
+		if (err == nil) != (name == "etc/shunt/config.toml") {
+			t.Errorf("after uninstall, %s: %v", name, err)
+		}
+	}
+}
+
+func TestOwnCgroupOfAContainerIsSaid(t *testing.T) {
+	// In a cgroup namespace the mount shows the container's own cgroup as the
+	// root: every connection with somebody else is copied, and the log says why.
+	OnPaths(t, []Path{Every}, func(t *testing.T, p Path) {
+		NeedRoot(t)
+		NeedProgram(t, "unshare")
+		own := filepath.Join(cgroup2(t), fmt.Sprintf("shunt-test-%d", os.Getpid()))
+		if err := os.Mkdir(own, 0o755); err != nil {
+			t.Skipf("no cgroup can be made: %v", err)
+		}
+		t.Cleanup(func() {
+			Until(t, 10*time.Second, "end of the cgroup", func() error { return os.Remove(own) })
+		})
+		f := Open(t, p, Serve(t, echo).Addr, WithLaunch(Launch{Prefix: []string{"sh", "-c",
+			"echo $$ >" + own + "/cgroup.procs && exec unshare --mount --cgroup --propagation private -- sh -c '" +
+				"umount -l " + cgroup2(t) + " && mount -t cgroup2 -o ro none " + cgroup2(t) + ` && exec "$@"' sh "$@"`, "sh"}}))
+		if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+			t.Fatal(err)
+		}
+		f.CheckCopied(t, "downstream-not-local", 1)
+		if !strings.Contains(f.Shunt.Output(), "only sockets of this container are seen") {
+			t.Error("the log doesn't say why")
+		}
+	})
 }

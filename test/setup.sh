@@ -15,6 +15,8 @@ setpriv:util-linux
 gcc:gcc
 python3:python3
 curl:curl
+make:make
+systemd-analyze:systemd
 nginx:nginx-light
 wrk:wrk
 redis-server:redis-server
@@ -35,6 +37,7 @@ done
 ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing="$missing postgresql"
 command -v psql >/dev/null 2>&1 || missing="$missing postgresql-client"
 [ -e /usr/include/bpf/bpf_helpers.h ] || missing="$missing libbpf-dev"
+/usr/bin/python3 -c 'import seccomp' 2>/dev/null || missing="$missing python3-seccomp"
 [ -e /usr/include/stdio.h ] || missing="$missing libc6-dev"
 
 [ -n "$missing" ] || exit 0

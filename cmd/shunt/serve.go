@@ -178,6 +178,11 @@ func openBypass(fc *fileConfig, cfg *proxy.Config, log zerolog.Logger) (*splice.
 	if f := r.OfVerdict(r.Verdict); f != nil {
 		log.Warn().Str("verdict", string(r.Verdict)).Stringer("fault", f).Msg("verdict chosen in spite of a known fault of this kernel")
 	}
+	for _, c := range r.Checks {
+		if c.Name == "cgroup of the host" && !c.OK {
+			log.Warn().Str("reason", c.Detail).Msg("connections with other containers are copied")
+		}
+	}
 	e.Uint64("queue_limit", r.QueueLimit).Uint64("queue_budget", r.Budget).Msg(msgBypassOn)
 	var auto, on []string
 	for _, l := range cfg.Listeners {
