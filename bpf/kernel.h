@@ -21,9 +21,18 @@ struct list_head {
 	struct list_head *next;
 } kernel_type;
 
+struct in6_addr {
+	__u8 bytes[16];
+};
+
 struct sock_common {
+	__be32 skc_rcv_saddr;
+	__u16 skc_num;
+	unsigned short skc_family;
 	unsigned char skc_state;
+	struct in6_addr skc_v6_rcv_saddr;
 	atomic64_t skc_cookie;
+	struct sock *skc_listener; /* of a request_sock */
 } kernel_type;
 
 struct file {
@@ -57,6 +66,17 @@ struct tcp_sock {
 	struct inet_connection_sock inet_conn;
 	__u32 write_seq;
 	_Bool is_mptcp;
+} kernel_type;
+
+/* A connection of which the SYN has arrived; begins with a sock_common. */
+struct tcp_request_sock {
+	__u32 rcv_isn;
+	__u32 snt_isn;
+} kernel_type;
+
+/* What a sock_ops program's context really is. */
+struct bpf_sock_ops_kern {
+	struct sock *sk;
 } kernel_type;
 
 /* include/linux/skmsg.h; sk_user_data of a sockmap member points to it. */

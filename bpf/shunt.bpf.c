@@ -167,6 +167,18 @@ struct {
 	__type(value, struct half);
 } halves SEC(".maps");
 
+/*
+ * Sequence numbers -> 1, for connections that one of shunt's listeners is about to
+ * answer. They find a client that has dialled another address, which NAT or TPROXY
+ * brings here. LRU: nothing else takes an entry out.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, struct isn);
+	__type(value, __u32);
+} requests SEC(".maps");
+
 /* Slot -> pair. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -281,6 +293,33 @@ static __always_inline void local_key(struct bpf_sock_ops *s, struct listen_key 
 	}
 }
 
+/* A SYN has arrived, and is going to be answered: by one of shunt's listeners? */
+static __always_inline void requested(struct bpf_sock_ops *s)
+{
+	struct sock *req = BPF_CORE_READ((struct bpf_sock_ops_kern *)s, sk), *sk;
+	struct tcp_request_sock *treq = (struct tcp_request_sock *)req;
+	struct listen_key l = {};
+	struct isn k;
+	__u32 one = 1;
+
+	sk = BPF_CORE_READ(req, __sk_common.skc_listener);
+	l.port = BPF_CORE_READ(sk, __sk_common.skc_num);
+	if (BPF_CORE_READ(sk, __sk_common.skc_family) == AF_INET) {
+		__be32 v4 = BPF_CORE_READ(sk, __sk_common.skc_rcv_saddr);
+
+		if (v4)
+			mapped(l.addr, v4);
+	} else if (bpf_core_field_exists(sk->__sk_common.skc_v6_rcv_saddr)) {
+		BPF_CORE_READ_INTO(&l.addr, sk, __sk_common.skc_v6_rcv_saddr);
+	}
+	if (bpf_get_netns_cookie(s) != own_netns || !bpf_map_lookup_elem(&listens, &l))
+		return;
+	/* As the client's end will have them, by the SYN and the answer to it. */
+	k.snd = BPF_CORE_READ(treq, rcv_isn) + 1;
+	k.rcv = BPF_CORE_READ(treq, snt_isn) + 1;
+	bpf_map_update_elem(&requests, &k, &one, BPF_ANY);
+}
+
 /* Sockets that the kernel's sockmap code must not touch. */
 static __always_inline enum why unfit(struct tcp_sock *tp)
 {
@@ -342,7 +381,7 @@ static __always_inline __u32 take_slot(void)
 	return slot < slots ? slot : NO_SLOT;
 }
 
-/* C is born: a connection from this host to one of shunt's listeners. */
+/* C is born: a connection from this host that ends at one of shunt's listeners. */
 static __always_inline void client_born(struct bpf_sock_ops *s, struct bpf_sock *sk, struct tcp_sock *tp)
 {
 	struct isn k = { s->snd_nxt, s->rcv_nxt };
@@ -430,7 +469,7 @@ static __always_inline void passive_born(struct bpf_sock_ops *s, struct bpf_sock
 
 		/* The same address in another namespace is somebody else's server. */
 		local_key(s, &l);
-		if (bpf_get_netns_cookie(s) != own_netns || !is_listening(s, &l))
+		if (bpf_get_netns_cookie(s) != own_netns || (!is_listening(s, &l) && !bpf_map_lookup_elem(&requests, &k)))
 			return;
 		m.role = ROLE_A;
 	} else {
@@ -543,6 +582,10 @@ int on_sockops(struct bpf_sock_ops *s)
 	case BPF_SOCK_OPS_STATE_CB:
 	case BPF_SOCK_OPS_RTT_CB:
 		break;
+	case BPF_SOCK_OPS_TIMEOUT_INIT:
+		if (!s->is_fullsock)
+			requested(s);
+		return 1;
 	default:
 		return 1;
 	}
@@ -553,8 +596,10 @@ int on_sockops(struct bpf_sock_ops *s)
 	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
 		me = bpf_sk_storage_get(&members, sk, 0, 0);
 		if (!me) {
+			struct isn n = { s->snd_nxt, s->rcv_nxt };
+
 			remote_key(s, &k);
-			if (!is_listening(s, &k))
+			if (!is_listening(s, &k) && !bpf_map_lookup_elem(&requests, &n))
 				return 1;
 		}
 		tp = bpf_skc_to_tcp_sock(sk);

@@ -141,6 +141,7 @@ const (
 	ShuntMapLocals        = "locals"
 	ShuntMapMembers       = "members"
 	ShuntMapPairs         = "pairs"
+	ShuntMapRequests      = "requests"
 	ShuntMapSocks         = "socks"
 	ShuntProgInspect      = "inspect"
 	ShuntProgOnRelease    = "on_release"
@@ -219,6 +220,7 @@ type ShuntMapSpecs struct {
 	Locals    *ebpf.MapSpec `ebpf:"locals"`
 	Members   *ebpf.MapSpec `ebpf:"members"`
 	Pairs     *ebpf.MapSpec `ebpf:"pairs"`
+	Requests  *ebpf.MapSpec `ebpf:"requests"`
 	Socks     *ebpf.MapSpec `ebpf:"socks"`
 }
 
@@ -263,6 +265,7 @@ type ShuntMaps struct {
 	Locals    *ebpf.Map `ebpf:"locals"`
 	Members   *ebpf.Map `ebpf:"members"`
 	Pairs     *ebpf.Map `ebpf:"pairs"`
+	Requests  *ebpf.Map `ebpf:"requests"`
 	Socks     *ebpf.Map `ebpf:"socks"`
 }
 
@@ -274,6 +277,7 @@ func (m *ShuntMaps) Close() error {
 		m.Locals,
 		m.Members,
 		m.Pairs,
+		m.Requests,
 		m.Socks,
 	)
 }

@@ -10,9 +10,12 @@
 // a cgroup sees each of them being established and puts it into the sockhash
 // before its owner can send or receive. Which C belongs to which A, and which S
 // to which B, is told by the connection's two initial sequence numbers, which
-// both ends know. Kernel.Claim finds what belongs to an accepted connection,
-// Candidate.Pair completes it, and Route carries it. Until Pair succeeds, and
-// whenever anything is missing, the connection is ordinary TCP, with a Reason.
+// both ends know. A client is one of ours when it dials an address that this
+// process listens on, or when one of its listeners has announced these numbers
+// as it was about to answer a SYN: so REDIRECT, DNAT and TPROXY don't matter.
+// Kernel.Claim finds what belongs to an accepted connection, Candidate.Pair
+// completes it, and Route carries it. Until Pair succeeds, and whenever anything
+// is missing, the connection is ordinary TCP, with a Reason.
 //
 // # One queue per receiver
 //

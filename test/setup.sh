@@ -10,6 +10,7 @@ clang:clang
 llvm-strip:llvm
 bpftool:bpftool
 ip:iproute2
+nft:nftables
 prlimit:util-linux
 setpriv:util-linux
 gcc:gcc
