@@ -6,29 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os/exec"
 	"strings"
 	"testing"
 
 	. "shunt/test/harness"
 )
-
-// nft loads rules in a namespace, which takes them along when it goes.
-func nft(t *testing.T, ns *Netns, rules string) {
-	t.Helper()
-	bin := NeedProgram(t, "nft", "/usr/sbin/nft")
-	err := ns.Do(func() error {
-		cmd := exec.Command(bin, "-f", "-")
-		cmd.Stdin = strings.NewReader(rules)
-		if out, err := cmd.CombinedOutput(); err != nil {
-			return fmt.Errorf("%w: %s", err, out)
-		}
-		return nil
-	})
-	if err != nil {
-		Missing(t, AbilityRoot, "nft rules: "+err.Error()+"\n"+rules)
-	}
-}
 
 // redirect lets connections to a port, made in the namespace or passing it, end at another one of it.
 func redirect(from, to string) string {
@@ -50,13 +32,14 @@ func redirect(from, to string) string {
 func TestRedirectedClientsAreBypassed(t *testing.T) {
 	// They dial an address that shunt doesn't listen on; the sequence numbers still tell whose they are.
 	EachShuntPath(t, func(t *testing.T, p Path) {
+		NeedVeth(t)
 		client, middle, service := NewNetns(t), NewNetns(t), NewNetns(t)
 		if err := errors.Join(Link(client, middle, 1), Link(middle, service, 2)); err != nil {
 			t.Fatal(err)
 		}
 		s := ServeOn(t, service, netip.AddrPortFrom(LinkAddr(2, 2), 0).String(), echo)
 		f := Open(t, p, s.Addr, WithLaunch(Launch{Netns: middle}), WithListen("", "127.0.0.1"))
-		nft(t, middle, redirect("999", portOf(f)))
+		natTables(t, middle, redirect("999", portOf(f)))
 		for _, c := range []struct {
 			name string
 			from *Netns

@@ -10,7 +10,6 @@ clang:clang
 llvm-strip:llvm
 bpftool:bpftool
 ip:iproute2
-nft:nftables
 prlimit:util-linux
 setpriv:util-linux
 gcc:gcc
