@@ -260,7 +260,7 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 	if errors.As(err, &de) {
 		kind = de.kind
 	}
-	cause := "dial-" + kind
+	cause := causeOfDial(kind)
 	if left {
 		cause, kind = causeClientRST, dialCanceled
 	}
@@ -463,7 +463,9 @@ func (c *conn) died(which splice.Direction, end ending, err error) {
 	c.blame(causeOf(which == splice.Down, end))
 	c.mu.Unlock()
 	if end == endOdd {
-		c.l.log.Warn().Uint64("conn", c.id).Err(err).Msg("connection ended by an unexpected error")
+		if n, ok := c.l.oddLog.allow(); ok {
+			suppressed(c.l.log.Warn(), n).Uint64("conn", c.id).Err(err).Msg("connection ended by an unexpected error")
+		}
 	}
 }
 

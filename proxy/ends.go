@@ -5,6 +5,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"syscall"
 )
 
@@ -58,12 +59,27 @@ const (
 	causeHeaderTimeout = "header-timeout" // no whole PROXY header within header_timeout
 )
 
-// causes are all of them; a dial that failed adds "dial-" and its kind.
+// causes are all of them but those of failed dials.
 var causes = []string{
 	causeClientFIN, causeServerFIN, causeClientRST, causeServerRST,
 	causeClientLost, causeServerLost, causeClientError, causeServerError,
 	causeIdle, causeHalfOpen, causeDrain, causeStop,
 	causeUntrusted, causeBadHeader, causeHeaderTimeout,
+}
+
+// causeOfDial names a failed dial of a kind. One that was canceled has another
+// cause: what canceled it.
+func causeOfDial(kind string) string { return "dial-" + kind }
+
+// allCauses returns every cause there is; README has them all.
+func allCauses() []string {
+	all := slices.Clone(causes)
+	for _, kind := range dialKinds {
+		if kind != dialCanceled {
+			all = append(all, causeOfDial(kind))
+		}
+	}
+	return all
 }
 
 // causeOf names the end of a leg.

@@ -271,7 +271,7 @@ func (c *conn) readHead() error {
 func (c *conn) refuseHead(cause string, err error) error {
 	c.end(cause, err)
 	if n, ok := c.l.headLog.allow(); ok {
-		c.l.log.Warn().Err(err).Str("cause", cause).Str("down", addrString(c.down().RemoteAddr())).Int("skipped", n).
+		suppressed(c.l.log.Warn(), n).Err(err).Str("cause", cause).Str("down", addrString(c.down().RemoteAddr())).
 			Msg("connection refused for its PROXY header")
 	}
 	return err

@@ -32,6 +32,7 @@ type listener struct {
 	gate     *gate
 	limitLog rate
 	dialLog  rate
+	oddLog   rate
 	headLog  rate
 	closing  chan struct{}
 	closed   sync.Once

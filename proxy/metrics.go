@@ -133,9 +133,8 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		counter(m.waits, h.waits, name)
 		for _, k := range dialKinds {
 			counter(m.dialErrors, p.dialErrors[k], name, k)
-			counter(m.ends, p.ends["dial-"+k], name, "dial-"+k)
 		}
-		for _, c := range causes {
+		for _, c := range allCauses() {
 			counter(m.ends, p.ends[c], name, c)
 		}
 		for _, r := range refusals {
