@@ -107,6 +107,7 @@ func TestSocatSocketOptions(t *testing.T) {
 		{option: "mtudiscover=1", level: unix.IPPROTO_IP, name: unix.IP_MTU_DISCOVER, want: 1},
 		{option: "mark=17", level: unix.SOL_SOCKET, name: unix.SO_MARK, want: 17, shuntOnly: true},
 		{option: "user-timeout=12345", level: unix.IPPROTO_TCP, name: unix.TCP_USER_TIMEOUT, want: 12345, shuntOnly: true},
+		{option: "setsockopt=6:18:i4321", level: unix.IPPROTO_TCP, name: unix.TCP_USER_TIMEOUT, want: 4321},
 		{option: "setsockopt-int=6:18:4321", level: unix.IPPROTO_TCP, name: unix.TCP_USER_TIMEOUT, want: 4321},
 	} {
 		t.Run(o.option, func(t *testing.T) {

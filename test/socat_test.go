@@ -281,6 +281,13 @@ var socatCases = []socatCase{
 	{line: "-t 0.2 " + l4 + " TCP:{tcp}", client: "tcp:127.0.0.1:{port}", send: "ping", keep: true, service: "greet"},
 	{line: "-T 0.4 " + l4 + " TCP:{tcp}", client: "tcp:127.0.0.1:{port}", send: "ping", keep: true, service: "sink"},
 	{line: "-T0.4 " + l4 + " TCP:{tcp}", client: "tcp:127.0.0.1:{port}", keep: true, service: "sink"},
+	{line: l4 + ",range=localhost TCP:{tcp}", client: "tcp:127.0.0.1:{port}", send: "ping"},
+	{line: l4 + ",setsockopt-listen=6:18:i99,setsockopt=1:9:i1 TCP:{tcp},sockopt=6:18:i4321", client: "tcp:127.0.0.1:{port}", send: "ping"},
+	{line: l4 + " TCP:{tcp},ttl=300", client: "tcp:127.0.0.1:{port}", send: "ping"},
+	{line: "-s TCP:{tcp},ttl=300 -", stdin: "ping"},
+	{line: "-lf {dir}/log TCP:127.0.0.1:{dead} -"},
+	{line: "-r {dir}/no/raw - TCP:{tcp}", stdin: "x"},
+	{line: "-lynosuch TCP:127.0.0.1:{dead} -"},
 	{line: "-b 3 " + l4 + " TCP:{tcp}", client: "tcp:127.0.0.1:{port}", send: "a longer message"},
 
 	{line: "TCP-LISTEN:{port},bind=localhost,reuseaddr TCP:localhost:{tcpport},connect-timeout=2.5", client: "tcp:127.0.0.1:{port}", send: "ping"},
@@ -333,6 +340,13 @@ var socatCases = []socatCase{
 	{line: "UNIX-LISTEN:'{dir}/a,b' TCP:{tcp}", client: "unix:{dir}/a,b", send: "ping"},
 	{line: "UNIX-LISTEN:{dir}/a\\,b TCP:{tcp}", client: "unix:{dir}/a,b", send: "ping"},
 	{line: "UNIX-LISTEN:\"{dir}/a,b\" TCP:{tcp}", client: "unix:{dir}/a,b", send: "ping"},
+
+	{line: "UNIX-CONNECT:{unix},bind={dir}/mine -", stdin: "x"},
+	{line: l4 + " UNIX:{unix},bind={dir}/mine", client: "tcp:127.0.0.1:{port}", send: "ping", differs: "files left []"},
+	{line: l4 + ",fork UNIX-CONNECT:{unix},bind={dir}/mine", client: "tcp:127.0.0.1:{port}", send: "ping", again: true, stop: true},
+	{line: "UNIX-LISTEN:{dir}/l,unlink-late,accept-timeout=0.3 -"},
+	{line: "UNIX-LISTEN:{dir}/l,user=65534,group=1,mode=0660 TCP:{tcp}", client: "unix:{dir}/l", send: "ping", look: modeOf("l")},
+	{line: "UNIX-LISTEN:{dir}/no/such -"},
 
 	// STDIO.
 	{line: "- TCP:{tcp}", stdin: "from stdin\n"},

@@ -309,6 +309,12 @@ func (o *setOption) parse() error {
 			return bad("a port")
 		}
 	case sockValue, sockText:
+		if o.opt.names[0] == "setsockopt" || o.opt.names[0] == "setsockopt-listen" {
+			// i4321 is a number in socat's data language.
+			if i := strings.LastIndex(o.value, ":i"); i >= 0 {
+				o.value = o.value[:i+1] + o.value[i+2:]
+			}
+		}
 		if _, _, _, err := parseSockopt(o.value, o.opt.value == sockValue); err != nil {
 			return bad(err.Error())
 		}

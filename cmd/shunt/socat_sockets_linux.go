@@ -113,7 +113,7 @@ func setOneOption(a *address, o *setOption, fd int, want func(phase) bool) error
 			}
 			return wrap(err)
 		}
-	case "setsockopt-int", "setsockopt-listen", "setsockopt-string":
+	case "setsockopt", "setsockopt-int", "setsockopt-listen", "setsockopt-string":
 		if name == "setsockopt-listen" && !want(listening) || name != "setsockopt-listen" && !want(late) {
 			return nil
 		}
@@ -646,6 +646,9 @@ func (f *forwarding) connectUnix(ctx context.Context, a *address) (proxy.Stream,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("connect(AF=1 %q): %w", a.params[0], plainError(err))
+	}
+	if v := a.textOf("bind"); v != "" && a.typ.kind == unixConnect {
+		os.Remove(v) // the peer knows the name by now, and the next connection needs it
 	}
 	return c.(*net.UnixConn), nil
 }
