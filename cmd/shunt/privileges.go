@@ -1,12 +1,11 @@
 package main
 
 import (
-	"errors"
 	"fmt"
-	"os/user"
-	"strconv"
 	"strings"
 	"unicode"
+
+	"shunt/proxy"
 )
 
 // validate checks what doesn't depend on this system's users.
@@ -31,33 +30,20 @@ type identity struct {
 	uid, gid int
 }
 
-// identity looks [process] up; nil where nobody is named. Names are looked
-// up in the user database, numbers needn't be there.
+// identity looks [process] up; nil where nobody is named. A number needn't be
+// in the user database.
 func (t processTable) identity() (*identity, error) {
 	if t.User == "" {
 		return nil, nil
 	}
-	who := &identity{user: t.User, gid: -1}
-	u, err := user.Lookup(t.User)
-	if err != nil {
-		n, nerr := strconv.ParseUint(t.User, 10, 31)
-		if nerr != nil {
-			return nil, fmt.Errorf("process.user: %q: no such user on this system", t.User)
-		}
-		who.uid = int(n)
-		u, err = user.LookupId(t.User)
-	}
-	if err == nil {
-		var err1, err2 error
-		who.uid, err1 = strconv.Atoi(u.Uid)
-		who.gid, err2 = strconv.Atoi(u.Gid)
-		if err := errors.Join(err1, err2); err != nil {
-			return nil, fmt.Errorf("process.user: %q: %w", t.User, err)
-		}
+	who := &identity{user: t.User}
+	var err error
+	if who.uid, who.gid, err = proxy.LookupUser(t.User); err != nil {
+		return nil, fmt.Errorf("process.user: %q: no such user on this system", t.User)
 	}
 	if t.Group != "" {
-		if who.gid, err = groupID(t.Group); err != nil {
-			return nil, err
+		if who.gid, err = proxy.LookupGroup(t.Group); err != nil {
+			return nil, fmt.Errorf("process.group: %q: no such group on this system", t.Group)
 		}
 	}
 	switch {
@@ -67,16 +53,4 @@ func (t processTable) identity() (*identity, error) {
 		return nil, fmt.Errorf("process.user: %q has user id %d and group id %d: want unprivileged ones", t.User, who.uid, who.gid)
 	}
 	return who, nil
-}
-
-func groupID(name string) (int, error) {
-	g, err := user.LookupGroup(name)
-	if err == nil {
-		return strconv.Atoi(g.Gid)
-	}
-	n, err := strconv.ParseUint(name, 10, 31)
-	if err != nil {
-		return 0, fmt.Errorf("process.group: %q: no such group on this system", name)
-	}
-	return int(n), nil
 }
