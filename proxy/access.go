@@ -45,7 +45,7 @@ func (c *conn) logAccess(n counts) {
 	if c.l.cfg.ProxyProtocol.Accept {
 		e = e.Str("client", c.client())
 	}
-	e = e.Str("upstream", c.l.cfg.Upstream)
+	e = e.Str("upstream", c.upstream())
 	if up := c.legs[1].sock; up != nil {
 		e = e.Str("up", addrString(up.RemoteAddr())).Str("up_local", addrString(up.LocalAddr()))
 	}

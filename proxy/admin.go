@@ -63,6 +63,10 @@ func openAdmin(s *Server, listen string) (*admin, error) {
 		w.Header().Set("Content-Type", "application/json")
 		json.NewEncoder(w).Encode(s.Connections())
 	})
+	mux.HandleFunc("GET /upstreams", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		json.NewEncoder(w).Encode(s.Upstreams())
+	})
 	a.http = &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, WriteTimeout: time.Minute, IdleTimeout: time.Minute}
 	if why := a.exposed(); why != "" {
 		s.log.Warn().Str("addr", a.addr).Str("reason", why).Msg("the admin endpoint has no authentication")
@@ -139,6 +143,15 @@ type ConnectionFlow struct {
 	Queued   uint64 `json:"queued_bytes"`   // redirected, and not yet read by the receiver
 }
 
+// Upstreams returns the addresses of the listeners' upstreams, and what is known of each.
+func (s *Server) Upstreams() []UpstreamStatus {
+	all := []UpstreamStatus{}
+	for _, l := range s.current() {
+		all = append(all, l.pool.status()...)
+	}
+	return all
+}
+
 // Connections returns the live connections, oldest first.
 func (s *Server) Connections() []Connection {
 	s.mu.Lock()
@@ -168,7 +181,7 @@ func (c *conn) describe(draining bool) Connection {
 	}
 	st := c.state
 	d := Connection{
-		ID: c.id, Listener: c.l.cfg.Name, Upstream: c.l.cfg.Upstream,
+		ID: c.id, Listener: c.l.cfg.Name, Upstream: c.upstream(),
 		Down: legOf(c.down()), AgeSeconds: time.Since(c.start).Seconds(),
 	}
 	if c.head != nil && c.head.source.IsValid() {

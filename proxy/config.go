@@ -50,8 +50,19 @@ type Listener struct {
 	Listen string
 	// Unix is how a UNIX socket's file is made.
 	Unix UnixSocket
-	// Upstream is what ParseUpstream takes; a name is resolved for each connection, and every address is tried.
+	// Upstream is what ParseUpstream takes.
 	Upstream string
+	// Upstreams, unless empty, are used in place of Upstream.
+	Upstreams []string
+	// Balance is how one of their addresses is chosen; the others are tried if it can't be dialled.
+	Balance Balance
+	// ResolveInterval is the greatest age of a name's addresses, and of SRV records; 0: the name of a single upstream is looked up for
+	// each connection, others every DefaultResolveInterval.
+	ResolveInterval time.Duration
+	// Eject: see Eject.
+	Eject Eject
+	// Health: see Health.
+	Health Health
 	// Bypass: see BypassMode.
 	Bypass BypassMode
 	// MaxConnections is the most live connections; 0 derives it from RLIMIT_NOFILE.
@@ -64,7 +75,7 @@ type Listener struct {
 	MaxConnectionsPerSource int
 	// SourceRate bounds how fast one source may connect.
 	SourceRate SourceRate
-	// DialTimeout bounds name resolution and connecting, over all addresses together.
+	// DialTimeout bounds name resolution and connecting, over all addresses together; each has a fair share of what is left.
 	DialTimeout time.Duration
 	// IdleTimeout ends a connection on which nothing moved in either direction; 0: none.
 	IdleTimeout time.Duration
@@ -108,6 +119,9 @@ type Listener struct {
 func DefaultListener() Listener {
 	return Listener{
 		Unix:            UnixSocket{Mode: DefaultUnixMode, Unlink: true},
+		Balance:         BalanceRoundRobin,
+		Eject:           Eject{Failures: DefaultEjectFailures, Duration: DefaultEjectDuration},
+		Health:          Health{Timeout: DefaultHealthTimeout, Rise: DefaultHealthRise, Fall: DefaultHealthFall},
 		Bypass:          BypassAuto,
 		DialTimeout:     DefaultDialTimeout,
 		HalfOpenTimeout: DefaultHalfOpenTimeout,
@@ -121,6 +135,8 @@ func DefaultListener() Listener {
 type Config struct {
 	// Listeners, at least one.
 	Listeners []Listener
+	// DNSServers, unless empty, are asked instead of the system's, in order: host:port with IP addresses.
+	DNSServers []string
 	// Admin is the admin endpoint's address, "host:port" or "unix:/path"; empty: none.
 	Admin string
 	// MaxConnections is the most live connections of all listeners together: beyond it, peers are refused; 0: no limit.

@@ -68,6 +68,7 @@ type flow struct {
 type conn struct {
 	id      uint64
 	l       *listener
+	at      *endpoint // the upstream address, once dialled; nil where a DialFunc connects; guarded by mu
 	start   time.Time
 	peer    *credentials  // of a UNIX client, for the access log
 	reason  splice.Reason // why it is copied; set before the legs are connected
@@ -100,6 +101,13 @@ func (c *conn) down() Stream { return c.legs[0].sock }
 // serve is an accepted connection's life up to the start of its two
 // directions.
 func (c *conn) serve() {
+	if c.l.pool.refuses() {
+		c.mu.Lock()
+		c.blame(causeNoUpstream)
+		c.mu.Unlock()
+		c.abandon()
+		return
+	}
 	cand := c.claim()
 	var up Stream
 	var err error
@@ -241,13 +249,13 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 	}
 	stop := watchLeave(c.down(), cancel)
 	begin := time.Now()
-	up, err := c.connect(ctx, control)
+	up, at, err := c.connect(ctx, control)
 	left := stop()
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.dialled = time.Since(begin)
-	c.cancel = nil
+	c.cancel, c.at = nil, at
 	if err == nil && (left || c.killed) {
 		reset(up)
 		err = &dialError{dialCanceled, net.ErrClosed}
@@ -264,6 +272,10 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 	if left {
 		cause, kind = causeClientRST, dialCanceled
 	}
+	if kind == dialNone {
+		c.blame(causeNoUpstream)
+		return nil, err
+	}
 	c.blame(cause)
 	c.err = err
 	c.l.dialFailed(kind)
@@ -274,7 +286,7 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 }
 
 // connect gets the connection its upstream.
-func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, error) {
+func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, *endpoint, error) {
 	l := c.l
 	if l.cfg.DialFunc != nil {
 		up, err := l.cfg.DialFunc(ctx, c.id, c.down(), control)
@@ -282,11 +294,23 @@ func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, error)
 			if ctx.Err() != nil {
 				err = errors.Join(ctx.Err(), err)
 			}
-			return nil, &dialError{dialKind(err), err}
+			return nil, nil, &dialError{dialKind(err), err}
 		}
-		return up, nil
+		return up, nil, nil
 	}
-	return l.dial(ctx, control)
+	var client netip.Addr
+	if l.cfg.Balance == BalanceSourceHash {
+		client = c.source().Addr()
+	}
+	return l.dial(ctx, client, control)
+}
+
+// upstream is the configured upstream that the connection went to; before that, all of them.
+func (c *conn) upstream() string {
+	if c.at != nil {
+		return c.at.upstream
+	}
+	return c.l.upstream
 }
 
 // abandon ends a connection whose directions never started.

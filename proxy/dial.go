@@ -22,12 +22,16 @@ const (
 	dialLimit    = "limit"    // no file descriptor or port was free for all of dial_timeout
 	dialCanceled = "canceled" // the client left, or the server stopped
 	dialOther    = "other"
+
+	// dialNone: nothing was dialled, since health checks have all addresses down. The cause is no-upstream, and it isn't counted
+	// as a failed dial.
+	dialNone = "none"
 )
 
 var dialKinds = []string{dialRefused, dialTimeout, dialNoRoute, dialResolve, dialMissing, dialLimit, dialCanceled, dialOther}
 
 const (
-	// minDialShare is what an address gets at least, while there is as much left.
+	// minDialShare is what an address gets at least, while there is as much left; a quarter of dial_timeout, if that is less.
 	minDialShare = 2 * time.Second
 	// leaveWatchAfter is how long a dial may take before the client is watched.
 	leaveWatchAfter = 20 * time.Millisecond
@@ -58,8 +62,10 @@ func dialKind(err error) string {
 			return dialTimeout
 		}
 		return dialResolve
-	case errors.As(err, &addr):
+	case errors.As(err, &addr), errors.Is(err, errNotOffered):
 		return dialResolve
+	case errors.Is(err, errNoUpstream):
+		return dialNone
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.ECONNRESET):
 		return dialRefused
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
@@ -81,74 +87,77 @@ func isLimit(err error) bool {
 		errors.Is(err, syscall.ENOBUFS) || errors.Is(err, syscall.ENOMEM)
 }
 
-// dial connects to the listener's upstream: it resolves the name, then tries
-// every address in order, one at a time since control is for one socket at a
-// time. A lack of descriptors is waited out. All of it within dial_timeout.
-func (l *listener) dial(ctx context.Context, control ControlFunc) (Stream, error) {
+// dial connects to one of the listener's upstreams, trying their addresses one after the other, since
+// control is for one socket at a time. A lack of descriptors is waited out. All of it within
+// dial_timeout. The endpoint counts the connection until its active is lowered again.
+func (l *listener) dial(ctx context.Context, client netip.Addr, control ControlFunc) (Stream, *endpoint, error) {
 	ctx, cancel := context.WithTimeout(ctx, l.cfg.DialTimeout)
 	defer cancel()
 	for wait := 5 * time.Millisecond; ; wait = min(2*wait, 250*time.Millisecond) {
-		up, err := l.dialOnce(ctx, control)
+		up, at, err := l.dialOnce(ctx, client, control)
 		if err == nil {
-			return up, nil
+			return up, at, nil
 		}
 		var de *dialError
 		if !errors.As(err, &de) || de.kind != dialLimit {
-			return nil, err
+			return nil, nil, err
 		}
 		l.srv.limitWarn(l, "dial waits for a free descriptor", err)
 		select {
 		case <-time.After(wait):
 		case <-ctx.Done():
-			return nil, err
+			return nil, nil, err
 		}
 	}
 }
 
-func (l *listener) dialOnce(ctx context.Context, control ControlFunc) (Stream, error) {
-	addrs, err := l.resolve(ctx)
+func (l *listener) dialOnce(ctx context.Context, client netip.Addr, control ControlFunc) (Stream, *endpoint, error) {
+	set, err := l.pool.addresses(ctx)
 	if err != nil {
-		return nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.upstream, plainCause(err))}
+		return nil, nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.upstream, plainCause(err))}
 	}
-	var last *dialError
-	for i, a := range addrs {
-		end, _ := ctx.Deadline()
-		left := time.Until(end)
-		share := max(left/time.Duration(len(addrs)-i), min(minDialShare, left))
-		up, err := l.dialAddress(ctx, a, share, control)
-		if err == nil {
-			return up, nil
+	var last, limit *dialError
+	var had tried
+	for {
+		i, left := l.pool.choose(set, had, client)
+		if left == 0 {
+			break
 		}
+		end, _ := ctx.Deadline()
+		budget := time.Until(end)
+		fair := max(budget/time.Duration(left), min(minDialShare, l.cfg.DialTimeout/4))
+		e := set[i].endpoint
+		up, err := l.dialAddress(ctx, e.addr, min(fair, budget), control)
+		if err == nil {
+			l.pool.reached(e)
+			return up, e, nil
+		}
+		e.active.Add(-1)
 		// net hides the context's own error behind one of its kind.
 		if ctx.Err() != nil {
 			err = errors.Join(ctx.Err(), err)
 		}
-		last = &dialError{dialKind(err), fmt.Errorf("dial upstream %s: %w", a, plainCause(err))}
-		if ctx.Err() != nil || last.kind == dialLimit {
+		last = &dialError{dialKind(err), fmt.Errorf("dial upstream %s: %w", e.text, plainCause(err))}
+		switch {
+		case last.kind == dialLimit:
+			limit = last
+		case last.kind == dialCanceled, last.kind == dialTimeout && budget < fair:
+			// It had no fair chance.
+		default:
+			l.pool.missed(e, err, len(set) > 1)
+		}
+		if ctx.Err() != nil || isLimit(err) {
 			break
 		}
+		had.add(i, len(set))
 	}
-	return nil, last
-}
-
-// resolve returns the upstream's addresses, at least one.
-func (l *listener) resolve(ctx context.Context) ([]address, error) {
-	u := l.upstream
-	if u.kind == upstreamFixed {
-		return []address{u.addr}, nil
+	switch {
+	case limit != nil: // one that may pass
+		return nil, nil, limit
+	case last != nil:
+		return nil, nil, last
 	}
-	ips, err := l.srv.resolver.LookupNetIP(ctx, "ip", u.host)
-	if err != nil {
-		return nil, err
-	}
-	if len(ips) == 0 {
-		return nil, &net.DNSError{Err: "no address", Name: u.host, IsNotFound: true}
-	}
-	addrs := make([]address, 0, len(ips))
-	for _, ip := range ips {
-		addrs = append(addrs, address{tcp: netip.AddrPortFrom(ip.Unmap(), u.port)})
-	}
-	return addrs, nil
+	return nil, nil, &dialError{dialNone, errNoUpstream}
 }
 
 // apply sets the net package's two keepalive fields.

@@ -53,6 +53,7 @@ const (
 	causeHalfOpen    = "half-open"    // half_open_timeout
 	causeDrain       = "drain"        // drain_timeout
 	causeStop        = "stop"         // Shutdown's context ended
+	causeNoUpstream  = "no-upstream"  // health checks have all upstream addresses down
 
 	causeUntrusted     = "untrusted"      // not one of those that may send a PROXY header
 	causeBadHeader     = "bad-header"     // no PROXY header, or a malformed one
@@ -63,7 +64,7 @@ const (
 var causes = []string{
 	causeClientFIN, causeServerFIN, causeClientRST, causeServerRST,
 	causeClientLost, causeServerLost, causeClientError, causeServerError,
-	causeIdle, causeHalfOpen, causeDrain, causeStop,
+	causeIdle, causeHalfOpen, causeDrain, causeStop, causeNoUpstream,
 	causeUntrusted, causeBadHeader, causeHeaderTimeout,
 }
 

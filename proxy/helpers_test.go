@@ -58,7 +58,7 @@ func newRig(t *testing.T, b Bypass, opts ...option) *rig {
 }
 
 // newRigWith is newRig with another resolver.
-func newRigWith(t *testing.T, res *net.Resolver, b Bypass, opts ...option) *rig {
+func newRigWith(t *testing.T, res resolver, b Bypass, opts ...option) *rig {
 	t.Helper()
 	checkLeaks(t)
 	svc, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
@@ -79,7 +79,7 @@ func newRigWith(t *testing.T, res *net.Resolver, b Bypass, opts ...option) *rig 
 		t.Fatal(err)
 	}
 	if res != nil {
-		r.srv.resolver = res
+		r.srv.resolveBy(res)
 	}
 	if err := r.srv.Start(); err != nil {
 		t.Fatal(err)

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -26,7 +27,8 @@ type listener struct {
 	ln       atomic.Pointer[net.Listener]
 	file     *socketFile // of a UNIX socket
 	withdraw func()
-	upstream Upstream      // without a DialFunc
+	upstream string        // the configured ones
+	pool     *pool         // nil where a DialFunc connects
 	noBypass splice.Reason // why no connection is bypassed, or empty
 	slots    *slots
 	gate     *gate
@@ -77,15 +79,19 @@ func newListener(s *Server, cfg Listener) *listener {
 		log:  s.log.With().Str("listener", cfg.Name).Logger(),
 		gate: newGate(&cfg), past: newPast(),
 	}
+	l.upstream = cfg.Upstream
+	onlyUnix := false
 	if cfg.DialFunc == nil {
-		l.upstream, _ = ParseUpstream(cfg.Upstream) // Validate has seen the error
+		us, _ := cfg.parseUpstreams() // Validate has seen the error
+		l.upstream, l.pool = textOf(us), newPool(l, us)
+		onlyUnix = !slices.ContainsFunc(us, func(u Upstream) bool { return !u.IsUnix() })
 	}
 	switch {
 	case cfg.Bypass == BypassOff || cfg.Tap != nil || cfg.Way != BothWays:
 		l.noBypass = splice.ReasonOff
 	case cfg.NoBypass != "":
 		l.noBypass = cfg.NoBypass
-	case l.upstream.IsUnix(), cfg.ListenFunc == nil && strings.HasPrefix(cfg.Listen, "unix:"):
+	case onlyUnix, cfg.ListenFunc == nil && strings.HasPrefix(cfg.Listen, "unix:"):
 		l.noBypass = splice.ReasonUnix
 	case s.bypass == nil:
 		l.noBypass = splice.ReasonUnsupported
@@ -133,7 +139,10 @@ func (l *listener) open() error {
 // start begins to accept.
 func (l *listener) start() {
 	ln := *l.ln.Load()
-	e := l.log.Info().Str("addr", addrString(ln.Addr())).Str("upstream", l.cfg.Upstream).Bool("bypass", l.noBypass == "")
+	if l.pool != nil {
+		l.pool.start()
+	}
+	e := l.log.Info().Str("addr", addrString(ln.Addr())).Str("upstream", l.upstream).Bool("bypass", l.noBypass == "")
 	if l.noBypass != "" {
 		e = e.Str("reason", string(l.noBypass))
 		if l.noBypass == splice.ReasonUnsupported && l.srv.cfg.BypassUnsupported != "" {
@@ -196,6 +205,9 @@ func (l *listener) retire() { l.end(true) }
 func (l *listener) end(keep bool) {
 	l.closed.Do(func() {
 		close(l.closing)
+		if l.pool != nil {
+			l.pool.close()
+		}
 		p := l.ln.Load()
 		if p == nil {
 			return
@@ -392,6 +404,9 @@ func (l *listener) add(down Stream) *conn {
 func (l *listener) finished(c *conn) {
 	s := l.srv
 	n := c.counts()
+	if c.at != nil {
+		c.at.active.Add(-1)
+	}
 	s.mu.Lock()
 	delete(s.conns, c.id)
 	l.past.counts.add(n)

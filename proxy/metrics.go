@@ -17,6 +17,7 @@ type metrics struct {
 
 	connections, active, bytes, declined, runs, dialErrors, acceptErrors, waits, ends, refused, bypass *prometheus.Desc
 	reloads, configured                                                                                *prometheus.Desc
+	upUp, upActive, upConnections, upErrors, resolveErrors                                             *prometheus.Desc
 }
 
 func newMetrics(s *Server) *metrics {
@@ -38,6 +39,12 @@ func newMetrics(s *Server) *metrics {
 		bypass:       desc("bypass_enabled", "Whether the listener's connections may be bypassed; if not, why.", "listener", "reason"),
 		reloads:      desc("reloads_total", "Reloads of the configuration, by result.", "result"),
 		configured:   desc("config_last_success_timestamp_seconds", "When the running configuration was taken, at the start or by a reload."),
+
+		upUp:          desc("upstream_up", "Whether connections may be sent to the upstream address: not down by health checks, not ejected.", "listener", "upstream", "address"),
+		upActive:      desc("upstream_connections_active", "Live connections to the upstream address, and dials.", "listener", "upstream", "address"),
+		upConnections: desc("upstream_connections_total", "Connections made to the upstream address.", "listener", "upstream", "address"),
+		upErrors:      desc("upstream_dial_errors_total", "Failed dials of the upstream address.", "listener", "upstream", "address"),
+		resolveErrors: desc("resolve_errors_total", "Lookups of upstream names that gave no address.", "listener"),
 	}
 	m.registry.MustRegister(m, collectors.NewGoCollector(),
 		processMetrics{collectors.NewProcessCollector(collectors.ProcessCollectorOpts{})})
@@ -75,7 +82,8 @@ func ofNamespace(d *prometheus.Desc) bool { return strings.Contains(d.String(), 
 // Describe implements prometheus.Collector.
 func (m *metrics) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{m.connections, m.active, m.bytes, m.declined, m.runs,
-		m.dialErrors, m.acceptErrors, m.waits, m.ends, m.refused, m.bypass, m.reloads, m.configured} {
+		m.dialErrors, m.acceptErrors, m.waits, m.ends, m.refused, m.bypass, m.reloads, m.configured,
+		m.upUp, m.upActive, m.upConnections, m.upErrors, m.resolveErrors} {
 		ch <- d
 	}
 }
@@ -151,6 +159,25 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	counter(m.reloads, s.reloads.good, "ok")
 	counter(m.reloads, s.reloads.bad, "error")
 	gauge(m.configured, float64(s.reloads.at.UnixMilli())/1000)
+	for _, l := range s.listeners {
+		if l.pool == nil {
+			continue
+		}
+		counter(m.resolveErrors, l.pool.lookupErrors(), l.cfg.Name)
+		for _, u := range l.pool.status() {
+			if u.Address == "" {
+				continue
+			}
+			up := 0.0
+			if u.State == "up" {
+				up = 1
+			}
+			gauge(m.upUp, up, u.Listener, u.Upstream, u.Address)
+			gauge(m.upActive, float64(u.Active), u.Listener, u.Upstream, u.Address)
+			counter(m.upConnections, u.Connections, u.Listener, u.Upstream, u.Address)
+			counter(m.upErrors, u.DialErrors, u.Listener, u.Upstream, u.Address)
+		}
+	}
 	counter(m.acceptErrors, s.acceptErrors.Load())
 }
 

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"reflect"
+	"slices"
 	"syscall"
 	"time"
 )
@@ -69,6 +70,10 @@ func (s *Server) Reload(cfg Config) (err error) {
 		}
 	}
 	s.accessLog.Store(cfg.AccessLog)
+	if !slices.Equal(s.dns, cfg.DNSServers) {
+		s.dns = cfg.DNSServers
+		s.resolveBy(newResolver(s.dns))
+	}
 	s.swap(next)
 	s.mu.Lock()
 	s.admin = newAdmin
@@ -217,6 +222,7 @@ func (s *Server) place(l *listener, before []*listener) {
 	for _, old := range before {
 		if old.cfg.Name == l.cfg.Name {
 			l.gate.takeOver(old.gate)
+			l.pool.takeOver(old.pool)
 		}
 	}
 	if l.cfg.MaxConnections == 0 {

@@ -22,10 +22,11 @@ type Server struct {
 	cfg      Config // the one that it was made with; Reload changes what is below
 	bypass   Bypass
 	log      zerolog.Logger
-	resolver *net.Resolver
+	resolver atomic.Pointer[resolver]
 	parking  *parking
 	pipes    budget
 	tidy     tidy
+	dns      []string // what resolver asks; guarded by changing
 	metrics  *metrics
 	derived  *slots // of the listeners without a limit of their own
 
@@ -61,10 +62,11 @@ func New(cfg Config, bypass Bypass, log zerolog.Logger) (*Server, error) {
 	}
 	s := &Server{
 		cfg: cfg, bypass: bypass, log: log,
-		resolver: net.DefaultResolver,
-		conns:    map[uint64]*conn{},
-		past:     map[string]*past{},
+		conns: map[uint64]*conn{},
+		past:  map[string]*past{},
 	}
+	s.dns = cfg.DNSServers
+	s.resolveBy(newResolver(s.dns))
 	for _, lc := range cfg.Listeners {
 		l := newListener(s, lc)
 		s.listeners = append(s.listeners, l)
@@ -119,8 +121,11 @@ func (l Listener) validate() error {
 		}
 	}
 	if l.DialFunc == nil {
-		if _, err := ParseUpstream(l.Upstream); err != nil {
-			return fmt.Errorf("upstream: %w", err)
+		if _, err := l.parseUpstreams(); err != nil {
+			return err
+		}
+		if err := l.validateChoice(); err != nil {
+			return err
 		}
 	}
 	if l.BufferSize < 0 {

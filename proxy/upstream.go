@@ -2,10 +2,12 @@ package proxy
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -19,6 +21,7 @@ type upstreamKind uint8
 const (
 	upstreamFixed upstreamKind = iota // one address
 	upstreamName                      // a host name and a port
+	upstreamSRV                       // the name of SRV records
 )
 
 // Upstream is a configured upstream: something that stands for addresses.
@@ -36,15 +39,26 @@ const (
 	// maxHost is the longest name that DNS can say.
 	maxHost = 253
 
-	upstreamForm = `want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path" or "unix:@name"`
+	upstreamForm = `want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path", "unix:@name" or "srv+name"`
 )
 
-// ParseUpstream reads host:port, unix:/path, or unix:@name (an abstract socket).
+// ParseUpstream reads host:port, unix:/path, unix:@name (an abstract socket) or srv+name (SRV
+// records).
 func ParseUpstream(s string) (Upstream, error) {
 	u := Upstream{text: s}
 	if name, ok, err := ParseUnix(s); ok {
 		u.addr = address{unix: name}
 		return u, err
+	}
+	if name, ok := strings.CutPrefix(s, "srv+"); ok {
+		if strings.ContainsRune(name, ':') {
+			return u, fmt.Errorf("%q: want srv+ and a name without a port: the records have the ports", s)
+		}
+		if !isHost(name) {
+			return u, fmt.Errorf(`%q: want srv+ and a name, such as "srv+_http._tcp.web.internal"`, s)
+		}
+		u.kind, u.host = upstreamSRV, name
+		return u, nil
 	}
 	host, port, err := net.SplitHostPort(s)
 	if err != nil || !isHost(host) {
@@ -68,6 +82,47 @@ func isHost(s string) bool {
 	return s != "" && len(s) <= maxHost && !strings.ContainsFunc(s, func(r rune) bool {
 		return unicode.IsSpace(r) || !unicode.IsPrint(r) || strings.ContainsRune("/@[]?#", r)
 	})
+}
+
+// parseUpstreams parses what l goes to.
+func (l Listener) parseUpstreams() ([]Upstream, error) {
+	texts, key := l.Upstreams, "upstreams"
+	if len(texts) == 0 {
+		texts, key = []string{l.Upstream}, "upstream"
+	} else if l.Upstream != "" {
+		return nil, errors.New("upstream and upstreams: want one of them")
+	}
+	us := make([]Upstream, len(texts))
+	for i, s := range texts {
+		u, err := ParseUpstream(s)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", key, err)
+		}
+		if slices.Contains(us[:i], u) {
+			return nil, fmt.Errorf("%s: %q is there twice", key, s)
+		}
+		us[i] = u
+	}
+	return us, nil
+}
+
+// validateChoice checks what the choice of an upstream address depends on.
+func (l Listener) validateChoice() error {
+	switch l.Balance {
+	case BalanceRoundRobin, BalanceLeastConnections, BalanceSourceHash, BalanceFirst:
+	default:
+		return fmt.Errorf("balance %q: not round-robin, least-connections, source-hash or first", l.Balance)
+	}
+	h := l.Health
+	switch {
+	case l.ResolveInterval < 0:
+		return fmt.Errorf("resolve_interval %v: negative", l.ResolveInterval)
+	case l.Eject.Failures < 0 || l.Eject.Failures > 0 && l.Eject.Duration <= 0:
+		return errors.New("eject: failures must not be negative, duration must be positive")
+	case h.Interval < 0 || h.Interval > 0 && (h.Timeout <= 0 || h.Rise <= 0 || h.Fall <= 0):
+		return errors.New("health: interval must not be negative; timeout, rise and fall must be positive")
+	}
+	return nil
 }
 
 // String returns the text that u was read from.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"strings"
 	"text/tabwriter"
 )
 
@@ -39,7 +40,7 @@ func checkCommand(_ context.Context, c *command, args []string, s streams) int {
 	w := tabwriter.NewWriter(s.out, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(w, "LISTENER\tLISTEN\tUPSTREAM\tBYPASS\n")
 	for _, l := range fc.Listeners {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", l.Name, l.Listen, l.Upstream, l.Bypass)
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", l.Name, l.Listen, strings.Join(l.upstreams(), ","), l.Bypass)
 	}
 	if err := w.Flush(); err != nil {
 		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)

@@ -19,6 +19,7 @@ type fileConfig struct {
 	Log       logTable        `toml:"log"`
 	Process   processTable    `toml:"process"`
 	Admin     adminTable      `toml:"admin"`
+	DNS       dnsTable        `toml:"dns"`
 	Bypass    bypassTable     `toml:"bypass"`
 	Limits    limitsTable     `toml:"limits"`
 	Listeners []listenerTable `toml:"listener"`
@@ -39,6 +40,10 @@ type adminTable struct {
 	Listen string `toml:"listen"`
 }
 
+type dnsTable struct {
+	Servers []string `toml:"servers"`
+}
+
 type bypassTable struct {
 	Cgroup     string   `toml:"cgroup"`
 	Verdict    string   `toml:"verdict"`
@@ -57,6 +62,11 @@ type listenerTable struct {
 	Listen          string             `toml:"listen"`
 	Unix            unixTable          `toml:"unix"`
 	Upstream        string             `toml:"upstream"`
+	Upstreams       []string           `toml:"upstreams"`
+	Balance         string             `toml:"balance"`
+	ResolveInterval time.Duration      `toml:"resolve_interval"`
+	Eject           ejectTable         `toml:"eject"`
+	Health          healthTable        `toml:"health"`
 	Bypass          string             `toml:"bypass"`
 	MaxConnections  int                `toml:"max_connections"`
 	MaxPerSource    int                `toml:"max_connections_per_source"`
@@ -81,6 +91,18 @@ type unixTable struct {
 type sourceRateTable struct {
 	PerSecond int `toml:"per_second"`
 	Burst     int `toml:"burst"`
+}
+
+type ejectTable struct {
+	Failures int           `toml:"failures"`
+	Duration time.Duration `toml:"duration"`
+}
+
+type healthTable struct {
+	Interval time.Duration `toml:"interval"`
+	Timeout  time.Duration `toml:"timeout"`
+	Rise     int           `toml:"rise"`
+	Fall     int           `toml:"fall"`
 }
 
 type keepAliveTable struct {
@@ -112,6 +134,10 @@ func defaultListener() listenerTable {
 	l := proxy.DefaultListener()
 	return listenerTable{
 		Unix:            unixTable{Mode: fmt.Sprintf("%04o", l.Unix.Mode), Owner: l.Unix.Owner, Group: l.Unix.Group, Unlink: l.Unix.Unlink},
+		Balance:         string(l.Balance),
+		ResolveInterval: l.ResolveInterval,
+		Eject:           ejectTable(l.Eject),
+		Health:          healthTable(l.Health),
 		Bypass:          string(l.Bypass),
 		MaxConnections:  l.MaxConnections,
 		DialTimeout:     l.DialTimeout,
@@ -174,13 +200,18 @@ func parseConfig(name string, data []byte) (*fileConfig, error) {
 
 // proxyConfig returns what the proxy is to run.
 func (fc *fileConfig) proxyConfig() proxy.Config {
-	cfg := proxy.Config{Admin: fc.Admin.Listen, AccessLog: fc.Log.Access, MaxConnections: fc.Limits.MaxConnections}
+	cfg := proxy.Config{DNSServers: fc.DNS.addresses(), Admin: fc.Admin.Listen, AccessLog: fc.Log.Access, MaxConnections: fc.Limits.MaxConnections}
 	for _, l := range fc.Listeners {
 		cfg.Listeners = append(cfg.Listeners, proxy.Listener{
 			Name:                    l.Name,
 			Listen:                  l.Listen,
 			Unix:                    l.Unix.socket(),
 			Upstream:                l.Upstream,
+			Upstreams:               l.Upstreams,
+			Balance:                 proxy.Balance(l.Balance),
+			ResolveInterval:         l.ResolveInterval,
+			Eject:                   proxy.Eject(l.Eject),
+			Health:                  proxy.Health(l.Health),
 			Bypass:                  proxy.BypassMode(l.Bypass),
 			MaxConnections:          l.MaxConnections,
 			MaxConnectionsPerSource: l.MaxPerSource,
@@ -221,6 +252,24 @@ func networks(list []string) (ns []proxy.Network) {
 		}
 	}
 	return ns
+}
+
+// addresses returns the servers, each with its port.
+func (t dnsTable) addresses() []string {
+	var all []string
+	for _, s := range t.Servers {
+		a, _ := parseServer(s) // validate has seen the error
+		all = append(all, a.String())
+	}
+	return all
+}
+
+// upstreams returns what the listener goes to, from either key.
+func (l *listenerTable) upstreams() []string {
+	if len(l.Upstreams) > 0 {
+		return l.Upstreams
+	}
+	return []string{l.Upstream}
 }
 
 // spliceOptions returns the [bypass] table; the caller sets the logger.

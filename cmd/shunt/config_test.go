@@ -25,6 +25,8 @@ user = "nobody"
 group = "nogroup"
 [admin]
 listen = "127.0.0.1:9901"
+[dns]
+servers = ["127.0.0.1:8600", "::1"]
 [bypass]
 cgroup = "/sys/fs/cgroup/a"
 verdict = "window"
@@ -54,7 +56,11 @@ drain_timeout = "7s"
 proxy_protocol = { send = "v2", accept = "on", header_timeout = "8s", trusted = ["10.0.0.0/8", "::ffff:192.0.2.1", "unix:"] }
 [[listener]]
 listen = ":7001"
-upstream = "[::1]:8000"
+upstreams = ["srv+_http._tcp.web", "[::1]:8000"]
+balance = "source-hash"
+resolve_interval = "8s"
+eject = { failures = 9, duration = "10s" }
+health = { interval = "11s", timeout = "12s", rise = 13, fall = 14 }
 [listener.keepalive]
 idle = "0s"
 [[listener]]
@@ -66,14 +72,20 @@ upstream = "[::1]:8000"
 		t.Fatal(err)
 	}
 	second := proxy.DefaultListener()
-	second.Name, second.Listen, second.Upstream = ":7001", ":7001", "[::1]:8000"
+	second.Name, second.Listen, second.Upstreams = ":7001", ":7001", []string{"srv+_http._tcp.web", "[::1]:8000"}
+	second.Balance, second.ResolveInterval = proxy.BalanceSourceHash, 8*time.Second
+	second.Eject = proxy.Eject{Failures: 9, Duration: 10 * time.Second}
+	second.Health = proxy.Health{Interval: 11 * time.Second, Timeout: 12 * time.Second, Rise: 13, Fall: 14}
 	second.KeepAlive.Idle = 0
 	third := proxy.DefaultListener()
 	third.Name, third.Listen, third.Upstream = "unix:/run/a.sock", "unix:/run/a.sock", "[::1]:8000"
 	third.Unix = proxy.UnixSocket{Mode: 0o660, Owner: "o", Group: "g"}
+	first := proxy.DefaultListener()
 	want := proxy.Config{
+		DNSServers: []string{"127.0.0.1:8600", "[::1]:53"},
 		Listeners: []proxy.Listener{{
 			Name: "web", Listen: "127.0.0.1:7000", Unix: second.Unix, Upstream: "web.internal:8000", Bypass: proxy.BypassOn,
+			Balance: first.Balance, Eject: first.Eject, Health: first.Health,
 			MaxConnections: 10, MaxConnectionsPerSource: 11, SourceRate: proxy.SourceRate{PerSecond: 12, Burst: 13},
 			Allow: networks([]string{"10.0.0.0/8", "::1"}), Deny: networks([]string{"10.1.0.0/16"}), DialTimeout: time.Second, IdleTimeout: 2 * time.Second, HalfOpenTimeout: 3 * time.Second,
 			KeepAlive:    proxy.KeepAlive{Idle: 4 * time.Second, Interval: 5 * time.Second, Count: 6},
@@ -146,6 +158,11 @@ func unixListener(line string) string {
 	return "[[listener]]\nlisten = \"unix:/a\"\nupstream = \"127.0.0.1:8000\"\n" + line + "\n"
 }
 
+// several is listener with one line in place of its upstream.
+func several(line string) string {
+	return minimal + "[[listener]]\nname = \"b\"\nlisten = \"127.0.0.1:7001\"\n" + line + "\n"
+}
+
 func TestGoodConfigs(t *testing.T) {
 	for _, text := range []string{
 		minimal,
@@ -166,6 +183,9 @@ func TestGoodConfigs(t *testing.T) {
 		listener("[bypass]\nqueue_limit = \"65536\""),
 		listener("[admin]\nlisten = \"[::1]:9901\""),
 		listener("[admin]\nlisten = \"127.0.0.1:0\""),
+		several(`upstreams = ["127.0.0.1:1", "a:1", "unix:/a", "unix:@a", "srv+a"]`),
+		several("upstreams = []\nupstream = \"a:1\""),
+		listener("[dns]\nservers = []"),
 		`[[listener]]
 listen = "127.0.0.1:7000"
 upstream = "10.0.0.1:7000"`,
@@ -215,7 +235,7 @@ func TestBadConfigs(t *testing.T) {
 		{listener("[listener.keepalive]\ncuont = 1"), `f:9: listener "b": keepalive.cuont: unknown key; did you mean "count"?`},
 		{"[[listener]]\nlisten = \"127.0.0.1:1\"\nuptsream = \"a:1\"\n" + minimal, `f:3: listener "127.0.0.1:1": uptsream: unknown key; did you mean "upstream"?`},
 		{"[[listener]]\nupstrem = 1\n", `f:2: listener 1: upstrem: unknown key`},
-		{"x = '''\n[log]\nlevl = 1\n'''\n", `f:1: x: unknown key; known here: admin, bypass, limits, listener, log`},
+		{"x = '''\n[log]\nlevl = 1\n'''\n", `f:1: x: unknown key; known here: admin, bypass, dns, limits, listener, log`},
 		{"log.x-y.z = 1\n", "f:1: log.x-y: unknown key"},
 		{"\"a b\" = 1\n", `f:1: "a b": unknown key`},
 
@@ -317,6 +337,25 @@ func TestBadConfigs(t *testing.T) {
 		{unixListener("") + unixListener("name = \"b\""), `listener "b": listen: "unix:/a" is taken by listener "unix:/a"`},
 		{unixListener("[admin]\nlisten = \"unix:/a\""), `admin.listen: "unix:/a" is taken by listener "unix:/a"`},
 		{strings.Replace(unixListener(""), "127.0.0.1:8000", "unix:/a", 1), `upstream: "unix:/a" is the listener itself`},
+		{listener(`upstreams = ["127.0.0.1:1"]`), `f:8: listener "b": upstreams: upstream is set too: want one of them`},
+		{several(`upstreams = ["127.0.0.1:1", "127.0.0.1:1"]`), `f:7: listener "b": upstreams: "127.0.0.1:1" is there twice`},
+		{several(`upstreams = ["127.0.0.1:1", "127.0.0.1"]`), `upstreams: "127.0.0.1": want host:port, such as`},
+		{several(`upstreams = "a:1"`), `upstreams: want an array of strings, such as ["a", "b"], not the string "a:1"; did you mean ["a:1"]?`},
+		{several(`upstreams = ["srv+web:80"]`), `"srv+web:80": want srv+ and a name without a port: the records have the ports`},
+		{several(`upstreams = ["srv+"]`), `"srv+": want srv+ and a name, such as "srv+_http._tcp.web.internal"`},
+		{several(`upstreams = ["unix:a"]`), `"unix:a": want unix: and an absolute path, or @ and a name, of at most 107 bytes`},
+		{several(`upstreams = ["a:1", "127.0.0.1:7001"]`), `f:7: listener "b": upstreams: "127.0.0.1:7001" is the listener itself`},
+		{several("upstreams = [\"a:1\", \"127.0.0.1:7002\"]\n[[listener]]\nname = \"c\"\nlisten = \":7002\"\nupstreams = [\"127.0.0.1:9\", \"127.0.0.1:7001\"]"),
+			`f:7: listener "b": upstreams: connections would go round in a loop: "b" -> "c" and back`},
+		{listener(`balance = "roundrobin"`), `f:8: listener "b": balance: unknown value "roundrobin": want one of round-robin, least-connections, source-hash, first; did you mean "round-robin"?`},
+		{listener(`resolve_interval = "1ms"`), `f:8: listener "b": resolve_interval: 1ms is out of range: want 100ms to 8760h0m0s, or 0s`},
+		{listener(`eject = { failures = -1 }`), `f:8: listener "b": eject.failures: -1 is out of range: want 0 to 1000`},
+		{listener(`eject = { duration = "0s" }`), `f:8: listener "b": eject.duration: 0s is out of range: want 1ms to 8760h0m0s`},
+		{listener(`health = { interval = "1ms" }`), `f:8: listener "b": health.interval: 1ms is out of range: want 100ms to 8760h0m0s, or 0s for no checks`},
+		{listener(`health = { timeout = "0s" }`), `health.timeout: 0s is out of range`},
+		{listener(`health.rise = 0`), `health.rise: 0 is out of range: want 1 to 1000`},
+		{listener(`health.fall = 1001`), `health.fall: 1001 is out of range: want 1 to 1000`},
+		{"[dns]\nservers = [\"ns.internal\"]\n", `f:2: dns.servers: "ns.internal": want an IP address, with a port if it isn't 53, such as "10.0.0.2" or "127.0.0.1:8600"`},
 
 		// Listeners beside each other.
 		{strings.Replace(listener(""), "7001", "7000", 1), `f:6: listener "b": listen: "127.0.0.1:7000" is taken by listener "127.0.0.1:7000" (127.0.0.1:7000)`},
@@ -354,13 +393,13 @@ func TestEveryMistakeIsTold(t *testing.T) {
 		{"[log]\nlevl = \"info\"\n[[listener]]\nlisten = 7\nupstream = \"a\"\ndial_timeout = \"0s\"\nkeepalive = { count = 0, idle = \"1ms\" }\n[bypass]\nwindow = 1\n",
 			`f:2: log.levl: unknown key; did you mean "level"?
 f:4: listener 1: listen: want a string in quotes, not the number 7
-f:5: listener 1: upstream: "a": want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path" or "unix:@name"
+f:5: listener 1: upstream: "a": want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path", "unix:@name" or "srv+name"
 f:6: listener 1: dial_timeout: 0s is out of range: want 1ms to 8760h0m0s
 f:7: listener 1: keepalive.idle: 1ms is out of range: want 1s to 9h6m7s, or 0s for no keepalive
 f:7: listener 1: keepalive.count: 0 is out of range: want 1 to 127
 f:9: bypass.window: 1 is out of range: want 4KiB to 1GiB`},
 		{"[[listener]]\n", `f:1: listener 1: listen: missing: want an address, such as "127.0.0.1:7000"
-f:1: listener 1: upstream: missing: want host:port, such as "127.0.0.1:8000"`},
+f:1: listener 1: upstream: missing: want host:port, such as "127.0.0.1:8000", or upstreams = ["..."]`},
 		// A misspelt key isn't missing too, and a loop has one mistake.
 		{"[[listener]]\nlsten = \":1\"\n[[listener]]\nlisten = \":2\"\nupstream = \"127.0.0.1:3\"\n[[listener]]\nlisten = \":3\"\nupstream = \"127.0.0.1:2\"\n[[listener]]\nlisten = \":2\"\nupstream = \"a:1\"\n",
 			`f:2: listener 1: lsten: unknown key; did you mean "listen"?
@@ -455,7 +494,7 @@ func FuzzConfig(f *testing.F) {
 		}
 		names := map[string]bool{}
 		for _, l := range fc.proxyConfig().Listeners {
-			if l.Name == "" || names[l.Name] || l.Listen == "" || l.Upstream == "" || l.DialTimeout <= 0 || l.IdleTimeout < 0 || l.MaxConnections < 0 {
+			if l.Name == "" || names[l.Name] || l.Listen == "" || (l.Upstream == "") == (len(l.Upstreams) == 0) || l.DialTimeout <= 0 || l.IdleTimeout < 0 || l.MaxConnections < 0 {
 				t.Errorf("accepted %+v", l)
 			}
 			names[l.Name] = true

@@ -30,6 +30,9 @@ const (
 	// sockaddr_un has 108 bytes, the last of them zero.
 	maxUnixPath = 107
 	maxName     = 128
+	// minInterval keeps lookups and checks from being a load of their own.
+	minInterval  = 100 * time.Millisecond
+	maxThreshold = 1000
 )
 
 // validate notes everything wrong that one can know without opening a socket
@@ -56,8 +59,14 @@ func (fc *fileConfig) validate(d *document) {
 	for i := range fc.Listeners {
 		if round := loop(fc.Listeners, addrs, i); round != nil && i == slices.Min(round) {
 			p := path("listener").at(i + 1).with("upstream")
+			if len(fc.Listeners[i].Upstreams) > 0 {
+				p = path("listener").at(i + 1).with("upstreams")
+			}
 			if len(round) == 1 {
-				d.errorf(p, "%q is the listener itself", fc.Listeners[i].Upstream)
+				at := slices.IndexFunc(fc.Listeners[i].upstreams(), func(s string) bool {
+					return reaches(s, addrs[i]) || sameUnix(s, fc.Listeners[i].Listen)
+				})
+				d.errorf(p, "%q is the listener itself", fc.Listeners[i].upstreams()[at])
 				continue
 			}
 			var names []string
@@ -92,6 +101,11 @@ func (fc *fileConfig) validateTables(d *document) {
 			d.errorf(path("admin", "listen"), `%v, or "unix:/path", or "" for none`, err)
 		}
 	}
+	for _, s := range fc.DNS.Servers {
+		if _, err := parseServer(s); err != nil {
+			d.errorf(path("dns", "servers"), "%v", err)
+		}
+	}
 	b := &fc.Bypass
 	if b.Cgroup != "" && (!strings.HasPrefix(b.Cgroup, "/") || strings.ContainsRune(b.Cgroup, 0)) {
 		d.errorf(path("bypass", "cgroup"), `%q: want the absolute path of a cgroup2 directory, or "" for the root`, b.Cgroup)
@@ -110,6 +124,7 @@ func (fc *fileConfig) validateTables(d *document) {
 var (
 	verdicts    = []string{string(splice.VerdictAuto), string(splice.VerdictEvery), string(splice.VerdictWindow), string(splice.VerdictPermanent)}
 	bypassModes = []string{string(proxy.BypassAuto), string(proxy.BypassOn), string(proxy.BypassOff)}
+	balances    = []string{string(proxy.BalanceRoundRobin), string(proxy.BalanceLeastConnections), string(proxy.BalanceSourceHash), string(proxy.BalanceFirst)}
 	logLevels   = []string{"debug", "info", "warn", "error"}
 	logFormats  = []string{"auto", "console", "json"}
 )
@@ -132,11 +147,7 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 	if len(l.Name) > maxName || strings.ContainsFunc(l.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		d.errorf(p.with("name"), "%q: want at most %d printable characters", l.Name, maxName)
 	}
-	if l.Upstream == "" {
-		d.missing(p.with("upstream"), `want host:port, such as "127.0.0.1:8000"`)
-	} else if _, err := proxy.ParseUpstream(l.Upstream); err != nil {
-		d.errorf(p.with("upstream"), "%v", err)
-	}
+	l.validateUpstreams(d, p)
 	oneOf(d, p.with("bypass"), l.Bypass, bypassModes...)
 	within(d, p.with("max_connections"), l.MaxConnections, 0, maxMaxConnections)
 	l.validateSources(d, p)
@@ -149,12 +160,21 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 		{"idle_timeout", l.IdleTimeout, 0, maxDuration},
 		{"half_open_timeout", l.HalfOpenTimeout, 0, maxDuration},
 		{"drain_timeout", l.DrainTimeout, 0, maxDuration},
+		{"eject.duration", l.Eject.Duration, time.Millisecond, maxDuration},
+		{"health.timeout", l.Health.Timeout, time.Millisecond, maxDuration},
 	} {
 		if t.value < t.min || t.value > t.max {
-			d.errorf(p.with(t.key), "%v is out of range: want %v to %v", t.value, t.min, t.max)
+			key := p
+			for _, k := range strings.Split(t.key, ".") {
+				key = key.with(k)
+			}
+			d.errorf(key, "%v is out of range: want %v to %v", t.value, t.min, t.max)
 		}
 	}
 	l.ProxyProtocol.validate(d, p.with("proxy_protocol"))
+	within(d, p.with("eject").with("failures"), l.Eject.Failures, 0, maxThreshold)
+	within(d, p.with("health").with("rise"), l.Health.Rise, 1, maxThreshold)
+	within(d, p.with("health").with("fall"), l.Health.Fall, 1, maxThreshold)
 	k := p.with("keepalive")
 	if v := l.KeepAlive.Idle; v != 0 && (v < time.Second || v > maxKeepAlive) {
 		d.errorf(k.with("idle"), "%v is out of range: want 1s to %v, or 0s for no keepalive", v, maxKeepAlive)
@@ -218,6 +238,35 @@ func (l *listenerTable) validateSources(d *document, p keyPath) {
 	}
 }
 
+// validateUpstreams checks where the connections go and how they are shared out.
+func (l *listenerTable) validateUpstreams(d *document, p keyPath) {
+	key := p.with("upstream")
+	switch {
+	case len(l.Upstreams) > 0 && l.Upstream != "":
+		d.errorf(p.with("upstreams"), "upstream is set too: want one of them")
+		return
+	case len(l.Upstreams) > 0:
+		key = p.with("upstreams")
+	case l.Upstream == "":
+		d.missing(key, `want host:port, such as "127.0.0.1:8000", or upstreams = ["..."]`)
+		return
+	}
+	for i, s := range l.upstreams() {
+		if _, err := proxy.ParseUpstream(s); err != nil {
+			d.errorf(key, "%v", err)
+		} else if slices.Contains(l.upstreams()[:i], s) {
+			d.errorf(key, "%q is there twice", s)
+		}
+	}
+	oneOf(d, p.with("balance"), l.Balance, balances...)
+	if v := l.ResolveInterval; v != 0 && (v < minInterval || v > maxDuration) {
+		d.errorf(p.with("resolve_interval"), "%v is out of range: want %v to %v, or 0s", v, minInterval, maxDuration)
+	}
+	if v := l.Health.Interval; v != 0 && (v < minInterval || v > maxDuration) {
+		d.errorf(p.with("health").with("interval"), "%v is out of range: want %v to %v, or 0s for no checks", v, minInterval, maxDuration)
+	}
+}
+
 // oneOf and within note a value that isn't allowed.
 func oneOf(d *document, p keyPath, value string, allowed ...string) {
 	if slices.Contains(allowed, value) {
@@ -260,6 +309,18 @@ func parseListen(s string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(ip.Unmap(), uint16(n)), nil
 }
 
+// parseServer reads the address of a DNS server; the port may be left out.
+func parseServer(s string) (netip.AddrPort, error) {
+	if ip, err := netip.ParseAddr(s); err == nil {
+		return netip.AddrPortFrom(ip.Unmap(), 53), nil
+	}
+	a, err := netip.ParseAddrPort(s)
+	if err != nil || a.Port() == 0 {
+		return netip.AddrPort{}, fmt.Errorf(`%q: want an IP address, with a port if it isn't 53, such as "10.0.0.2" or "127.0.0.1:8600"`, s)
+	}
+	return a, nil
+}
+
 // overlap says whether one of two listeners would find its address in use.
 func overlap(a, b netip.AddrPort) bool {
 	if a.Port() != b.Port() || a.Port() == 0 {
@@ -272,24 +333,32 @@ func overlap(a, b netip.AddrPort) bool {
 }
 
 // loop follows the upstreams from listener i as far as they are other
-// listeners by address. It returns the round that leads back to i, or nil.
+// listeners by address. It returns a shortest round that leads back to i, or nil.
 func loop(ls []listenerTable, addrs []netip.AddrPort, i int) []int {
-	var round []int
-	for at := i; len(round) < len(ls); {
-		round = append(round, at)
-		next := slices.IndexFunc(addrs, func(a netip.AddrPort) bool { return reaches(ls[at].Upstream, a) })
-		if strings.HasPrefix(ls[at].Upstream, "unix:") {
-			next = slices.IndexFunc(ls, func(l listenerTable) bool { return l.Listen == ls[at].Upstream })
+	seen := make([]bool, len(ls))
+	rounds := [][]int{{i}}
+	for len(rounds) > 0 {
+		round := rounds[0]
+		rounds = rounds[1:]
+		for _, up := range ls[round[len(round)-1]].upstreams() {
+			for next, a := range addrs {
+				switch {
+				case !reaches(up, a) && !sameUnix(up, ls[next].Listen):
+				case next == i:
+					return round
+				case !seen[next]:
+					seen[next] = true
+					rounds = append(rounds, append(slices.Clone(round), next))
+				}
+			}
 		}
-		if next < 0 {
-			return nil
-		}
-		if next == i {
-			return round
-		}
-		at = next
 	}
 	return nil
+}
+
+// sameUnix says whether an upstream is the UNIX socket that a listener has.
+func sameUnix(upstream, listen string) bool {
+	return strings.HasPrefix(upstream, "unix:") && upstream == listen
 }
 
 // reaches says whether dialling upstream arrives at a listener on addr, as far
