@@ -146,6 +146,10 @@ func acceptHeaders(trusted string) option {
 	})
 }
 
+func checkedEvery(interval time.Duration) option {
+	return onListener(func(l *Listener) { l.Health.Interval = interval })
+}
+
 // TestEveryEndHasItsWord provokes each cause, where bytes are copied and where they are bypassed.
 func TestEveryEndHasItsWord(t *testing.T) {
 	connect := func(r *rig) {
@@ -213,6 +217,12 @@ func TestEveryEndHasItsWord(t *testing.T) {
 			io.Copy(io.Discard, c)
 		}},
 		causeHeaderTimeout: {acceptHeaders("127.0.0.0/8"), connect},
+
+		causeNoUpstream: {checkedEvery(10 * time.Millisecond), func(r *rig) {
+			r.svc.Close()
+			eventually(r.t, "failed check", func() bool { return r.pool().refuses() })
+			connect(r)
+		}},
 
 		"dial-refused":  {nil, func(r *rig) { r.svc.Close(); r.refused() }},
 		"dial-missing":  {upstreamAt("unix:" + filepath.Join(t.TempDir(), "none")), connect},

@@ -97,6 +97,7 @@ func (a *admin) serve() { go a.http.Serve(a.ln) }
 // adminIndex is the answer to GET /.
 const adminIndex = `/metrics      counters and gauges, for Prometheus
 /connections  live connections, as JSON
+/upstreams    upstream addresses and their state, as JSON
 /healthz      200 while the process answers
 /readyz       200 while connections are accepted, 503 while draining
 `

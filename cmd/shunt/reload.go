@@ -52,7 +52,7 @@ func (s *service) readAgain() (*fileConfig, error) {
 }
 
 // liveTables are those that a reload changes; the others need a restart.
-var liveTables = []string{"log", "admin", "limits", "listener"}
+var liveTables = []string{"log", "admin", "dns", "limits", "listener"}
 
 // fixedKeys returns the keys that differ and that only a restart changes.
 func fixedKeys(before, after *fileConfig) []string {
