@@ -869,7 +869,7 @@ func TestSeveralUpstreamsOfSeveralKinds(t *testing.T) {
 }
 
 // fakeLookups has SRV records, and one target that fails.
-type fakeLookups struct{ resolver }
+type fakeLookups struct{}
 
 func (fakeLookups) LookupSRV(context.Context, string, string, string) (string, []*net.SRV, error) {
 	return "", []*net.SRV{{Target: "a.", Port: 1}, {Target: "b.", Port: 1}}, nil

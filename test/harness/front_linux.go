@@ -49,6 +49,11 @@ func WithListener(key, value string) Option {
 	return func(s *setup) { s.cfg.Listeners[0].Extra[key] = value }
 }
 
+// WithDNS lets shunt resolve names by d.
+func WithDNS(d *DNS) Option {
+	return func(s *setup) { s.cfg.DNS = map[string]string{"servers": fmt.Sprintf("[%q]", d.Addr)} }
+}
+
 // WithMode replaces the listener's bypass key.
 func WithMode(mode string) Option {
 	return func(s *setup) { s.cfg.Listeners[0].Bypass = mode }

@@ -27,12 +27,12 @@ type Listener struct {
 	Extra map[string]string
 }
 
-// A Config is a generated configuration. The values of Bypass, Limits, Log and
+// A Config is a generated configuration. The values of Bypass, DNS, Limits, Log and
 // Process are written as TOML writes them.
 type Config struct {
-	Log, Bypass, Limits, Process map[string]string
-	Admin                        string
-	Listeners                    []Listener
+	Log, Bypass, DNS, Limits, Process map[string]string
+	Admin                             string
+	Listeners                         []Listener
 }
 
 func (c *Config) toml() string {
@@ -48,6 +48,7 @@ func (c *Config) toml() string {
 	table("[bypass]", c.Bypass)
 	table("[process]", c.Process)
 	table("[limits]", c.Limits)
+	table("[dns]", c.DNS)
 	for _, l := range c.Listeners {
 		table("[[listener]]", map[string]string{
 			"name": fmt.Sprintf("%q", l.Name), "listen": fmt.Sprintf("%q", l.Listen),
