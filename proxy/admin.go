@@ -22,18 +22,29 @@ import (
 type admin struct {
 	listen string // as configured
 	addr   string
-	file   *socketFile // of the UNIX socket, if it is one
+	file   *socketFile // of the UNIX socket, if it is one and ours
 	ln     net.Listener
 	http   *http.Server
 }
 
-// openAdmin listens at listen; serve answers.
-func openAdmin(s *Server, listen string) (*admin, error) {
+// openAdmin listens at listen, on the inherited socket where there is one; serve answers.
+func openAdmin(s *Server, listen string, in *Inherited) (*admin, error) {
 	a := &admin{listen: listen}
 	var err error
-	if path, ok := strings.CutPrefix(listen, "unix:"); ok {
+	path, isUnix := strings.CutPrefix(listen, "unix:")
+	how := UnixSocket{Mode: DefaultUnixMode, Unlink: true}
+	if isUnix {
 		a.addr = listen
-		a.ln, a.file, err = listenUnix(path, UnixSocket{Mode: DefaultUnixMode, Unlink: true})
+	}
+	if in != nil {
+		a.ln = in.Listener
+		if isUnix {
+			a.file, err = in.socketFile(path, how)
+		} else {
+			a.addr = a.ln.Addr().String()
+		}
+	} else if isUnix {
+		a.ln, a.file, err = listenUnix(path, how)
 	} else {
 		var lc net.ListenConfig
 		lc.SetMultipathTCP(false)

@@ -143,6 +143,8 @@ type Config struct {
 	MaxConnections int
 	// AccessLog writes one line for each connection at its close.
 	AccessLog bool
+	// Inherited are listening sockets that exist already. A listener or the admin endpoint that finds its own there doesn't open one.
+	Inherited []Inherited
 	// BypassUnsupported says, where the Server has no Bypass, why not; it is shown in logs and on the admin endpoint.
 	BypassUnsupported string
 	// Opened, unless nil, is called by Open once everything is open, before anything is accepted; an error ends Open.

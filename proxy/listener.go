@@ -38,11 +38,12 @@ type listener struct {
 	headLog  rate
 	closing  chan struct{}
 	closed   sync.Once
-	loop     chan struct{}      // closed when accept has returned; nil before it is started
+	loop     chan struct{} // closed when accept has returned; nil before it is started
+	started  atomic.Bool
 	pings    chan chan struct{} // the accept loop closes what it is sent
 	past     *past              // shared with former listeners of the name
 
-	// adjustKeepAlive: the listening socket was made for another keepalive.
+	// adjustKeepAlive: accepted sockets don't have the listener's keepalive yet.
 	adjustKeepAlive bool
 }
 
@@ -154,6 +155,7 @@ func (l *listener) start() {
 		f(ln.Addr())
 	}
 	l.loop = make(chan struct{})
+	l.started.Store(true)
 	go l.accept()
 }
 
@@ -311,6 +313,8 @@ func (l *listener) accept() {
 		wait = min(max(2*wait, 5*time.Millisecond), 500*time.Millisecond)
 		select {
 		case <-time.After(wait):
+		case p := <-l.pings:
+			close(p)
 		case <-l.closing:
 			return
 		}

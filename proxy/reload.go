@@ -62,7 +62,7 @@ func (s *Server) Reload(cfg Config) (err error) {
 	if !sameAdmin(oldAdmin, cfg.Admin) {
 		newAdmin = nil
 		if cfg.Admin != "" {
-			if newAdmin, err = openAdmin(s, cfg.Admin); err != nil {
+			if newAdmin, err = openAdmin(s, cfg.Admin, nil); err != nil {
 				next.discard()
 				return fmt.Errorf("admin: %w", err)
 			}

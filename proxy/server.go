@@ -19,24 +19,26 @@ import (
 // Server is a running proxy: its listeners, their connections, and the admin
 // endpoint. Its methods are safe for concurrent use.
 type Server struct {
-	cfg      Config // the one that it was made with; Reload changes what is below
-	bypass   Bypass
-	log      zerolog.Logger
-	resolver atomic.Pointer[resolver]
-	parking  *parking
-	pipes    budget
-	tidy     tidy
-	dns      []string // what resolver asks; guarded by changing
-	metrics  *metrics
-	derived  *slots // of the listeners without a limit of their own
+	cfg         Config // the one that it was made with; Reload changes what is below
+	bypass      Bypass
+	log         zerolog.Logger
+	resolver    atomic.Pointer[resolver]
+	parking     *parking
+	pipes       budget
+	tidy        tidy
+	dns         []string // what resolver asks; guarded by changing
+	metrics     *metrics
+	derived     *slots     // of the listeners without a limit of their own
+	adminSocket *Inherited // until Open has used it
 
 	accessLog atomic.Bool
 
-	lastID   atomic.Uint64
-	ready    atomic.Bool
-	draining atomic.Bool
-	opened   atomic.Bool
-	live     sync.WaitGroup
+	lastID     atomic.Uint64
+	ready      atomic.Bool
+	draining   atomic.Bool
+	opened     atomic.Bool
+	handedOver atomic.Bool
+	live       sync.WaitGroup
 
 	// changing is held while listeners are opened or closed; before mu.
 	changing sync.Mutex
@@ -215,13 +217,16 @@ func (s *Server) Open() (err error) {
 	if s.parking, err = newParking(s.wake); err != nil {
 		return err
 	}
+	if err := s.inherit(); err != nil {
+		return err
+	}
 	for _, l := range s.listeners {
 		if err := l.open(); err != nil {
 			return fmt.Errorf("listener %q: %w", l.cfg.Name, err)
 		}
 	}
 	if s.cfg.Admin != "" {
-		a, err := openAdmin(s, s.cfg.Admin)
+		a, err := openAdmin(s, s.cfg.Admin, s.adminSocket)
 		if err != nil {
 			return fmt.Errorf("admin: %w", err)
 		}
@@ -388,6 +393,15 @@ func (s *Server) Shutdown(ctx context.Context) error {
 
 func (s *Server) drain() {
 	s.changing.Lock()
+	if s.handedOver.Load() {
+		for _, l := range s.listeners {
+			l.file = nil
+		}
+		if s.admin != nil {
+			s.admin.file = nil
+			s.admin.close()
+		}
+	}
 	for _, l := range s.listeners {
 		l.close()
 	}

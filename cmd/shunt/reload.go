@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/coreos/go-systemd/v22/daemon"
 )
 
 // Messages about a reload.
@@ -19,7 +21,13 @@ var errStdin = errors.New("it was read from stdin, which can't be read again: st
 // reload reads the file again and makes it the configuration, or changes
 // nothing and says why.
 func (s *service) reload() {
+	if s.upgrade != nil {
+		s.log.Warn().Msg("no reload: an upgrade is running, and reads the file too")
+		return
+	}
 	began := time.Now()
+	s.manager.tell(daemon.SdNotifyReloading, strings.TrimSpace(daemon.SdNotifyMonotonicUsec()))
+	defer func() { s.manager.tell(daemon.SdNotifyReady, statusOf(s.server)) }()
 	fc, err := s.readAgain()
 	if err == nil {
 		cfg := fc.proxyConfig()

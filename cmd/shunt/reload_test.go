@@ -137,7 +137,7 @@ func TestNoReloadWhileDraining(t *testing.T) {
 	p.send(t, syscall.SIGTERM)
 	waitEntry(t, p.lines, "draining")
 	p.send(t, syscall.SIGHUP)
-	waitEntry(t, p.lines, "no reload: shunt is draining")
+	waitEntry(t, p.lines, "signal ignored: shunt is draining")
 	exchange(t, c, "y")
 	c.Close()
 	if code := p.wait(t); code != 0 {

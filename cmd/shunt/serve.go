@@ -1,14 +1,18 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"runtime"
 	"syscall"
 	"time"
 
+	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/rs/zerolog"
 
 	"shunt/proxy"
@@ -23,20 +27,33 @@ const (
 )
 
 func runCommand(ctx context.Context, c *command, args []string, s streams) int {
-	fc, file, code := c.loadFlags(args, s)
+	from, err := formerProcess()
+	if err != nil {
+		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		return exitFailure
+	}
+	// What goes wrong before there is a log is told to the former process too.
+	var said bytes.Buffer
+	heard := streams{s.in, s.out, io.MultiWriter(s.err, &said)}
+	fc, file, code := c.loadFlags(args, heard)
 	if fc == nil {
+		from.fail(said.String())
 		return code
 	}
-	if err := fc.checkCgroup(); err != nil {
+	usage := func(err error) int {
 		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
+		from.fail(err.Error())
 		return exitUsage
+	}
+	if err := fc.checkCgroup(); err != nil {
+		return usage(err)
 	}
 	who, err := fc.Process.identity()
 	if err != nil {
-		fmt.Fprintf(s.err, "shunt %s: %v\n", c.name, err)
-		return exitUsage
+		return usage(err)
 	}
-	if err := serve(ctx, fc, file, who, newLog(fc.Log, s.err)); err != nil {
+	if err := serve(ctx, fc, file, who, from, newLog(fc.Log, s.err)); err != nil {
+		from.fail(err.Error())
 		return exitFailure
 	}
 	return exitOK
@@ -60,18 +77,25 @@ func (fc *fileConfig) checkCgroup() error {
 
 // service is a running shunt, as far as its signals change it.
 type service struct {
-	fc     *fileConfig // the one that runs
-	file   string      // where it was read; "-": stdin
-	log    *liveLog
-	server *proxy.Server
-	kernel *splice.Kernel
+	fc      *fileConfig // the one that runs
+	file    string      // where it was read; "-": stdin
+	program string      // what an upgrade starts
+	log     *liveLog
+	server  *proxy.Server
+	kernel  *splice.Kernel
+	manager *notifier
+	upgrade *upgrade // while one is on its way
 }
 
 // serve runs the proxy until a signal or the end of ctx, and drains it; as
-// who, unless nil, from the moment on that everything is open. It logs the
-// error that it returns.
-func serve(ctx context.Context, fc *fileConfig, file string, who *identity, log *liveLog) (err error) {
-	log.Info().Str("version", versionString()).Int("pid", os.Getpid()).Msg("shunt starts")
+// who, unless nil, from the moment on that everything is open; in place of a former process,
+// unless that is nil. It logs the error that it returns.
+func serve(ctx context.Context, fc *fileConfig, file string, who *identity, from *former, log *liveLog) (err error) {
+	e := log.Info().Str("version", versionString()).Int("pid", os.Getpid())
+	if from != nil {
+		e = e.Int("in_place_of", os.Getppid())
+	}
+	e.Msg("shunt starts")
 	defer func() {
 		if err != nil {
 			log.Error().Err(err).Msg("shunt failed")
@@ -82,13 +106,24 @@ func serve(ctx context.Context, fc *fileConfig, file string, who *identity, log 
 	// kill the process half-way.
 	signals := make(chan os.Signal, 8)
 	signal.Notify(signals, syscall.SIGTERM, os.Interrupt, syscall.SIGHUP)
+	if upgradeSignal != nil {
+		signal.Notify(signals, upgradeSignal)
+	}
 	defer signal.Stop(signals)
 	// A log that nobody reads any more must not end live connections.
 	signal.Ignore(syscall.SIGPIPE)
 	defer signal.Reset(syscall.SIGPIPE)
 
-	s := &service{fc: fc, file: file, log: log}
+	s := &service{fc: fc, file: file, log: log, manager: &notifier{log: log.Logger}}
+	if s.program, err = program(os.Args[0]); err != nil {
+		return fmt.Errorf("find this program: %w", err)
+	}
 	cfg := fc.proxyConfig()
+	if from != nil {
+		cfg.Inherited = from.sockets
+	} else if cfg.Inherited, err = activatedSockets(); err != nil {
+		return err
+	}
 	if s.kernel, err = openBypass(fc, &cfg, log.Logger); err != nil {
 		return err
 	}
@@ -114,27 +149,77 @@ func serve(ctx context.Context, fc *fileConfig, file string, who *identity, log 
 	if s.server, err = proxy.New(cfg, bypass, log.Logger); err != nil {
 		return err
 	}
-	if err := s.server.Start(); err != nil {
+	if err := s.server.Open(); err != nil {
 		return err
 	}
+	if from != nil {
+		if err := s.awaitGo(ctx, from, signals); err != nil {
+			ended, cancel := context.WithCancel(context.Background())
+			cancel()
+			s.server.Shutdown(ended)
+			return err
+		}
+	}
+	s.server.Serve()
+	defer s.manager.close()
+	if from != nil {
+		<-from.serving()
+	}
+	s.manager.start(s.server)
 	logReady(s.server, log.Logger)
-	s.run(ctx, signals)
-	return drain(s.server, signals, log.Logger)
+	again := s.run(ctx, signals)
+	return s.drain(signals, again)
 }
 
-// run handles signals until one of them, or the end of ctx, asks for the end.
-func (s *service) run(ctx context.Context, signals <-chan os.Signal) {
+// awaitGo waits until the former process lets this one serve.
+func (s *service) awaitGo(ctx context.Context, from *former, signals <-chan os.Signal) error {
+	answer := from.ready()
 	for {
 		select {
+		case err := <-answer:
+			return err
 		case sig := <-signals:
-			if sig == syscall.SIGHUP {
+			if sig == syscall.SIGTERM || sig == os.Interrupt {
+				return fmt.Errorf("%v before the former process had handed over", sig)
+			}
+			s.log.Warn().Str("signal", sig.String()).Msg("signal ignored: shunt isn't ready")
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// run handles signals until one of them, the end of ctx, or a new process asks for the
+// end. It returns when a repeated signal means that live connections are to be ended, too.
+func (s *service) run(ctx context.Context, signals <-chan os.Signal) (again time.Time) {
+	for {
+		var ready <-chan error
+		if s.upgrade != nil {
+			ready = s.upgrade.ready
+		}
+		select {
+		case sig := <-signals:
+			switch sig {
+			case syscall.SIGHUP:
 				s.reload()
+				continue
+			case upgradeSignal:
+				s.startUpgrade()
 				continue
 			}
 			s.log.Info().Str("signal", sig.String()).Msg("asked to end")
-			return
+			s.abortUpgrade()
+			s.manager.tell(daemon.SdNotifyStopping)
+			return time.Now().Add(repeatedSignal)
+		case err := <-ready:
+			if s.finishUpgrade(err) {
+				// Nobody has asked this process to end yet.
+				return time.Time{}
+			}
 		case <-ctx.Done():
-			return
+			s.abortUpgrade()
+			s.manager.tell(daemon.SdNotifyStopping)
+			return time.Now()
 		}
 	}
 }
@@ -222,23 +307,27 @@ func logReady(server *proxy.Server, log zerolog.Logger) {
 // again: timeout(1) signals its child, and then its group.
 const repeatedSignal = 200 * time.Millisecond
 
-// drain lets live connections finish; a second signal ends them.
-func drain(server *proxy.Server, signals <-chan os.Signal, log zerolog.Logger) error {
-	first := time.Now()
+// drain lets live connections finish; a second signal ends them. One before again is the first
+// once more, and where nobody has asked for the end yet, the first is still to come.
+func (s *service) drain(signals <-chan os.Signal, again time.Time) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	done := make(chan error, 1)
-	go func() { done <- server.Shutdown(ctx) }()
+	go func() { done <- s.server.Shutdown(ctx) }()
 	for {
 		select {
 		case sig := <-signals:
+			e := s.log.Warn().Str("signal", sig.String())
 			switch {
-			case sig == syscall.SIGHUP:
-				log.Warn().Str("signal", sig.String()).Msg("no reload: shunt is draining")
-			case time.Since(first) < repeatedSignal:
-				log.Debug().Str("signal", sig.String()).Msg("signal came twice")
+			case sig == syscall.SIGHUP || sig == upgradeSignal:
+				e.Msg("signal ignored: shunt is draining")
+			case again.IsZero():
+				again = time.Now().Add(repeatedSignal)
+				e.Msg("draining already")
+			case time.Now().Before(again):
+				e.Msg("signal came twice: it counts once")
 			default:
-				log.Warn().Str("signal", sig.String()).Msg("ending live connections")
+				e.Msg("ending live connections")
 				cancel()
 			}
 		case err := <-done:
@@ -247,8 +336,71 @@ func drain(server *proxy.Server, signals <-chan os.Signal, log zerolog.Logger) e
 			if err != nil && ctx.Err() == nil {
 				return fmt.Errorf("shut down: %w", err)
 			}
-			log.Info().Msg("shunt ends")
+			s.log.Info().Msg("shunt ends")
 			return nil
 		}
+	}
+}
+
+// Why there is no upgrade.
+var (
+	errUpgrading = errors.New("one is running")
+	errDropped   = errors.New("shunt has given its privileges up (process.user), so a new one could not set up the bypass: " +
+		"let systemd open the sockets (socket activation), and restart")
+)
+
+// startUpgrade starts the new process, or says why not.
+func (s *service) startUpgrade() {
+	err := func() error {
+		switch {
+		case s.upgrade != nil:
+			return errUpgrading
+		case s.file == "-":
+			return errStdin
+		case droppedPrivileges():
+			return errDropped
+		}
+		sockets, err := s.server.Sockets()
+		if err != nil {
+			return err
+		}
+		defer func() {
+			for _, h := range sockets {
+				h.File.Close()
+			}
+		}()
+		s.upgrade, err = startUpgrade(s.program, os.Args, sockets, upgradeTimeout)
+		return err
+	}()
+	if err != nil {
+		s.log.Error().Err(err).Msg("no upgrade")
+		return
+	}
+	s.log.Info().Str("program", s.program).Int("new_pid", s.upgrade.pid()).Msg("upgrade: new process started")
+}
+
+// finishUpgrade lets the new process take over, if err is nil, and says whether it did.
+func (s *service) finishUpgrade(err error) bool {
+	u := s.upgrade
+	s.upgrade = nil
+	if err == nil {
+		err = u.let()
+	}
+	if err != nil {
+		s.log.Error().Int("new_pid", u.pid()).Err(err).Msg("upgrade failed: this process goes on")
+		return false
+	}
+	s.server.HandOver()
+	s.manager.handOver(u.pid())
+	u.stream.Close()
+	s.log.Info().Int("new_pid", u.pid()).Msg("handed over")
+	return true
+}
+
+func (s *service) abortUpgrade() {
+	if s.upgrade != nil {
+		s.upgrade.abort()
+		s.log.Warn().Int("new_pid", s.upgrade.pid()).Msg("upgrade given up")
+		s.upgrade = nil
 	}
 }

@@ -66,8 +66,12 @@ type Shunt struct {
 	*Process
 	Config Config
 	Netns  *Netns
-	admin  *http.Client
-	base   usage
+	// File is the configuration file.
+	File      string
+	admin     *http.Client
+	base      usage
+	logFile   string
+	successor int // the process that serves after an upgrade
 }
 
 // Usage is what a shunt holds that must be given back when its connections are gone.
@@ -80,6 +84,10 @@ type Launch struct {
 	Prefix []string
 	Env    []string
 	Attr   *syscall.SysProcAttr
+	// Program is started in place of the one that was built.
+	Program string
+	// LogFile lets it write to a file.
+	LogFile bool
 }
 
 // NewShunt starts shunt with a configuration in a new folder and waits until it is ready.
@@ -97,6 +105,9 @@ func NewShunt(dir string, cfg Config, l Launch) (*Shunt, error) {
 	if err := os.WriteFile(file, []byte(cfg.toml()), 0o644); err != nil {
 		return nil, err
 	}
+	if l.Program != "" {
+		bin = l.Program
+	}
 	argv := append(slices.Clone(l.Prefix), bin, "run", "--config", file)
 	cmd := exec.Command(argv[0], argv[1:]...)
 	cmd.Dir = dir
@@ -104,11 +115,21 @@ func NewShunt(dir string, cfg Config, l Launch) (*Shunt, error) {
 	if l.Attr != nil {
 		cmd.SysProcAttr = l.Attr
 	}
+	s := &Shunt{Config: cfg, Netns: l.Netns, File: file}
+	if l.LogFile {
+		s.logFile = filepath.Join(dir, "log")
+		f, err := os.Create(s.logFile)
+		if err != nil {
+			return nil, err
+		}
+		defer f.Close()
+		cmd.Stdout, cmd.Stderr = f, f
+	}
 	p, err := StartProcess(l.Netns, cmd)
 	if err != nil {
 		return nil, err
 	}
-	s := &Shunt{Process: p, Config: cfg, Netns: l.Netns}
+	s.Process = p
 	s.admin = adminClient(sock)
 	gone := false
 	err = Poll(20*time.Second, func() error {
@@ -125,14 +146,14 @@ func NewShunt(dir string, cfg Config, l Launch) (*Shunt, error) {
 		return err
 	})
 	if gone {
-		return nil, fmt.Errorf("shunt ended: %v\n%s\nconfiguration:\n%s", p.err, p.Output(), cfg.toml())
+		return nil, fmt.Errorf("shunt ended: %v\n%s\nconfiguration:\n%s", p.err, s.Log(), cfg.toml())
 	}
 	if err == nil {
 		err = s.warm()
 	}
 	if err != nil {
 		p.End(time.Second)
-		return nil, fmt.Errorf("shunt isn't ready: %w\n%s", err, tail(p.Output(), 4000))
+		return nil, fmt.Errorf("shunt isn't ready: %w\n%s", err, tail(s.Log(), 4000))
 	}
 	return s, nil
 }
@@ -332,6 +353,30 @@ func StartShunt(t testing.TB, cfg Config, l Launch) *Shunt {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
+		defer func() {
+			out := s.Log()
+			if strings.Contains(out, "panic:") || strings.Contains(out, "fatal error:") {
+				t.Errorf("shunt crashed")
+			}
+			if t.Failed() {
+				t.Logf("shunt wrote:\n%s", tail(out, 6000))
+			}
+		}()
+		if s.successor != 0 {
+			if err := s.CheckIdle(10 * time.Second); err != nil {
+				t.Errorf("shunt after the test: %v", err)
+			}
+			s.Signal(syscall.SIGTERM)
+			if err := Gone(s.successor, 15*time.Second); err != nil {
+				t.Errorf("stop shunt: %v", err)
+				s.Signal(syscall.SIGKILL)
+			}
+			if err := Gone(s.Process.Pid(), 15*time.Second); err != nil {
+				t.Errorf("the first shunt: %v", err)
+				s.End(time.Second)
+			}
+			return
+		}
 		select {
 		case <-s.Done():
 		default:
@@ -342,13 +387,6 @@ func StartShunt(t testing.TB, cfg Config, l Launch) *Shunt {
 				t.Errorf("stop shunt: %v", err)
 				s.End(time.Second)
 			}
-		}
-		out := s.Output()
-		if strings.Contains(out, "panic:") || strings.Contains(out, "fatal error:") {
-			t.Errorf("shunt crashed")
-		}
-		if t.Failed() {
-			t.Logf("shunt wrote:\n%s", tail(out, 6000))
 		}
 	})
 	return s
