@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	. "shunt/test/harness"
 )
 
@@ -29,48 +31,101 @@ func deployFile(t *testing.T, name string) string {
 	return string(b)
 }
 
-// filter runs a program under a seccomp filter that kills it for a system call
-// that isn't listed.
+// filter runs a program under a seccomp filter: argv is the error number for
+// what isn't listed, 0 to kill, then the calls, then the address families that
+// sockets may have, empty for any, then the program.
 const filter = `
 import os, sys, seccomp
-f = seccomp.SyscallFilter(seccomp.KILL_PROCESS)
-for name in sys.argv[1].split():
-    f.add_rule(seccomp.ALLOW, name)
+errno, calls, families = int(sys.argv[1]), sys.argv[2].split(), sys.argv[3].split()
+f = seccomp.SyscallFilter(seccomp.ERRNO(errno) if errno else seccomp.KILL_PROCESS)
+for name in calls:
+    if name == "socket" and families:
+        for family in families:
+            f.add_rule(seccomp.ALLOW, name, seccomp.Arg(0, seccomp.EQ, int(family)))
+        continue
+    try:
+        f.add_rule(seccomp.ALLOW, name)
+    except (OSError, RuntimeError):
+        pass # another architecture's
 f.load()
-os.execv(sys.argv[2], sys.argv[2:])
+os.execv(sys.argv[4], sys.argv[4:])
 `
+
+// setting returns a setting of the unit, by its words.
+func setting(t *testing.T, unit, key string) []string {
+	t.Helper()
+	m := regexp.MustCompile(`(?m)^` + key + `=(.+)$`).FindStringSubmatch(unit)
+	if m == nil {
+		t.Fatalf("the unit has no %s", key)
+	}
+	return strings.Fields(m[1])
+}
+
+// systemCalls resolves systemd's groups.
+func systemCalls(t *testing.T, names []string) (calls []string) {
+	t.Helper()
+	for _, name := range names {
+		if !strings.HasPrefix(name, "@") {
+			calls = append(calls, name)
+			continue
+		}
+		out, err := exec.Command("systemd-analyze", "syscall-filter", name).Output()
+		if err != nil {
+			t.Fatalf("systemd-analyze syscall-filter %s: %v", name, err)
+		}
+		members := strings.Fields(regexp.MustCompile(`(?m)^\s*#.*$`).ReplaceAllString(string(out), ""))
+		calls = append(calls, systemCalls(t, members[1:])...)
+	}
+	return calls
+}
 
 func TestDocumentedPrivilegesAreEnough(t *testing.T) {
 	// What the deploy files grant and take, put together by hand: the capabilities,
-	// no_new_privs, a hierarchy that is read-only, and the documented system calls.
+	// no_new_privs, a hierarchy that is read-only, and a filter of system calls.
+	if testing.Short() {
+		t.Skip("end-to-end test, not run with -short")
+	}
+	NeedRoot(t)
+	NeedProgram(t, "unshare")
+	NeedProgram(t, "setpriv")
+	NeedProgram(t, "systemd-analyze")
 	const python = "/usr/bin/python3" // Debian's, which has Debian's modules
-	var calls []string
+	if exec.Command(python, "-c", "import seccomp").Run() != nil {
+		Missing(t, AbilityPrograms, "Debian's package python3-seccomp")
+	}
+	var documented []string
 	for _, line := range strings.Split(deployFile(t, "syscalls.txt"), "\n") {
 		line, _, _ = strings.Cut(line, "#")
-		calls = append(calls, strings.Fields(line)...)
+		documented = append(documented, strings.Fields(line)...)
 	}
-	if len(calls) < 30 {
-		t.Fatalf("%d system calls are documented", len(calls))
+	unit := deployFile(t, "shunt.service")
+	ofUnit := systemCalls(t, setting(t, unit, "SystemCallFilter"))
+	if len(documented) < 30 || len(ofUnit) < 100 {
+		t.Fatalf("%d documented system calls, %d of the unit", len(documented), len(ofUnit))
 	}
+	families := ""
+	for _, name := range setting(t, unit, "RestrictAddressFamilies") {
+		n, ok := map[string]int{"AF_INET": unix.AF_INET, "AF_INET6": unix.AF_INET6, "AF_UNIX": unix.AF_UNIX, "AF_NETLINK": unix.AF_NETLINK}[name]
+		if !ok {
+			t.Fatalf("address family %s", name)
+		}
+		families += fmt.Sprint(n, " ")
+	}
+	caps := strings.ToLower(strings.ReplaceAll(strings.Join(setting(t, unit, "AmbientCapabilities"), ",+"), "CAP_", ""))
 	for _, c := range []struct {
 		name    string
 		setpriv string // its options
-		cgroup  bool   // the hierarchy is elsewhere
+		filter  []string
+		cgroup  bool // the hierarchy is elsewhere
 		process map[string]string
 	}{
-		{"systemd unit", "--reuid 65534 --regid 65534 --clear-groups --inh-caps -all,+bpf,+net_admin,+perfmon --ambient-caps -all,+bpf,+net_admin,+perfmon" +
-			" --bounding-set -all,+bpf,+net_admin,+perfmon", false, nil},
-		{"container", "--inh-caps -all --bounding-set -all,+bpf,+net_admin,+perfmon,+setuid,+setgid,+setpcap", true,
-			map[string]string{"user": `"65532"`, "group": `"65532"`}},
+		{"systemd unit", "--reuid 65534 --regid 65534 --clear-groups --inh-caps -all,+" + caps + " --ambient-caps -all,+" + caps + " --bounding-set -all,+" + caps,
+			[]string{fmt.Sprint(int(unix.EPERM)), strings.Join(ofUnit, " "), families}, false, nil},
+		{"container", "--inh-caps -all --bounding-set -all,+bpf,+net_admin,+perfmon,+setuid,+setgid,+setpcap",
+			[]string{"0", strings.Join(documented, " "), ""}, true, map[string]string{"user": `"65532"`, "group": `"65532"`}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			EachShuntPath(t, func(t *testing.T, p Path) {
-				NeedRoot(t)
-				NeedProgram(t, "unshare")
-				NeedProgram(t, "setpriv")
-				if exec.Command(python, "-c", "import seccomp").Run() != nil {
-					Missing(t, AbilityPrograms, "Debian's package python3-seccomp")
-				}
 				t.Parallel()
 				cfg := Configure(p, fmt.Sprintf("127.0.0.1:%d", Port(t, nil)), Serve(t, echo).Addr)
 				cfg.Process = c.process
@@ -81,8 +136,9 @@ func TestDocumentedPrivilegesAreEnough(t *testing.T) {
 					mounts = fmt.Sprintf("mount --bind %s %s && mount -o remount,bind,ro %s && umount -l %s", mounted, at, at, mounted)
 					cfg.Bypass["cgroup"] = fmt.Sprintf("%q", at)
 				}
-				launch := Launch{Prefix: []string{"unshare", "--mount", "--cgroup", "--propagation", "private", "--", "sh", "-c",
-					mounts + " && exec setpriv --no-new-privs " + c.setpriv + ` -- "$@"`, "sh", python, "-c", filter, strings.Join(calls, " ")}}
+				prefix := []string{"unshare", "--mount", "--cgroup", "--propagation", "private", "--", "sh", "-c",
+					mounts + " && exec setpriv --no-new-privs " + c.setpriv + ` -- "$@"`, "sh", python, "-c", filter}
+				launch := Launch{Prefix: append(prefix, c.filter...)}
 				f := &Front{Path: p, Addr: cfg.Listeners[0].Listen, Shunt: StartShunt(t, cfg, launch)}
 				for range 3 {
 					if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
