@@ -46,7 +46,7 @@ func TestExitCodes(t *testing.T) {
 		{[]string{"-hh"}, 0, "max-children", ""},
 		{[]string{"help", "socat"}, 0, "UNIX-CLIENT", ""},
 		{[]string{"help", "translate"}, 0, "Usage: shunt translate", ""},
-		{[]string{"translate", "TCP-LISTEN:8080", "UNIX:/x"}, 2, "", "TCP listeners and TCP upstreams only"},
+		{[]string{"translate", "TCP-LISTEN:8080", "VSOCK-CONNECT:1:1"}, 2, "", "TCP and UNIX upstreams only"},
 		{[]string{"--config", good}, 2, "", `unknown option "--config"`},
 		{[]string{"run"}, 2, "", "--config FILE is missing"},
 		{[]string{"run", "--conf", good}, 2, "", "unknown flag --conf: did you mean --config?"},

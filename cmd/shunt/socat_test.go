@@ -311,6 +311,20 @@ listen = "127.0.0.1:1"
 upstream = "db:5432"
 keepalive = { idle = "0s" }
 `},
+		{"TCP-LISTEN:1,fork,range=10.0.0.0:255.0.0.0 UNIX:/run/app.sock", `[[listener]]
+listen = "0.0.0.0:1"
+allow = ["10.0.0.0/8"]
+upstream = "unix:/run/app.sock"
+`},
+		{"UNIX-LISTEN:/run/in.sock,fork,mode=660,user=root,group=nogroup,unlink-close=0 TCP:db:5432", `[[listener]]
+listen = "unix:/run/in.sock"
+unix = { mode = "0660", owner = "root", group = "nogroup", unlink = false }
+upstream = "db:5432"
+`},
+		{"ABSTRACT-LISTEN:in,fork ABSTRACT-CONNECT:out", `[[listener]]
+listen = "unix:@in"
+upstream = "unix:@out"
+`},
 	} {
 		code, stdout, stderr := runArgs(t, "", append([]string{"translate"}, strings.Fields(c.line)...)...)
 		// What is in the comments is on stderr too, where a pipe doesn't hide it.
@@ -329,9 +343,9 @@ keepalive = { idle = "0s" }
 		}
 	}
 	// A file without it would let in more than the command line does.
-	code, stdout, stderr := runArgs(t, "", "translate", "TCP-LISTEN:1,fork,range=10.0.0.0/8", "TCP:db:5432")
-	if code != 2 || stdout != "" || !strings.Contains(stderr, "option range of TCP-LISTEN restricts") {
-		t.Errorf("range: code %d, stderr %q, stdout:\n%s", code, stderr, stdout)
+	code, stdout, stderr := runArgs(t, "", "translate", "TCP-LISTEN:1,fork,lowport", "TCP:db:5432")
+	if code != 2 || stdout != "" || !strings.Contains(stderr, "option lowport of TCP-LISTEN restricts") {
+		t.Errorf("lowport: code %d, stderr %q, stdout:\n%s", code, stderr, stdout)
 	}
 }
 

@@ -52,24 +52,10 @@ func translate(l *socatLine) (text string, missing []string, err error) {
 	if !down.listens() {
 		down, up = up, down
 	}
-	if down.typ.kind != tcpListen || up.typ.kind != tcpConnect {
-		return "", nil, fmt.Errorf("%s and %s: a configuration file has TCP listeners and TCP upstreams only", l.left.keyword, l.right.keyword)
-	}
 	t := &translation{}
-	listen, err := listenAddress(l, down)
-	if err != nil {
+	if err := t.ends(l, down, up); err != nil {
 		return "", nil, err
 	}
-	port, err := net.LookupPort("tcp", up.params[1])
-	if err != nil || port == 0 {
-		return "", nil, fmt.Errorf("%s: no such port", up.params[1])
-	}
-	host := strings.Trim(up.params[0], "[]")
-	if host == "" {
-		host = "127.0.0.1"
-	}
-	t.set("listen", strconv.Quote(listen))
-	t.set("upstream", strconv.Quote(net.JoinHostPort(host, strconv.Itoa(port))))
 	if l.bypass != proxy.BypassAuto {
 		t.set("bypass", strconv.Quote(string(l.bypass)))
 	}
@@ -115,6 +101,90 @@ func translate(l *socatLine) (text string, missing []string, err error) {
 
 func (t *translation) set(key, value string) {
 	t.listener = append(t.listener, key+" = "+value)
+}
+
+// ends translates what is listened on and what is connected to.
+func (t *translation) ends(l *socatLine, down, up *address) error {
+	switch down.typ.kind {
+	case tcpListen:
+		listen, err := listenAddress(l, down)
+		if err != nil {
+			return err
+		}
+		t.set("listen", strconv.Quote(listen))
+		if v := down.textOf("range"); v != "" {
+			p, err := parseRange(v)
+			if err != nil {
+				return fmt.Errorf("range=%s: want %w", v, err)
+			}
+			t.set("allow", fmt.Sprintf("[%q]", proxy.Network{Prefix: p}))
+		}
+	case unixListen, abstractListen:
+		name, err := unixAddress(down)
+		if err != nil {
+			return err
+		}
+		t.set("listen", name)
+		if keys := unixKeys(down); keys != "" {
+			t.set("unix", keys)
+		}
+	default:
+		return fmt.Errorf("%s and %s: a configuration file has TCP and UNIX listeners only", l.left.keyword, l.right.keyword)
+	}
+	switch up.typ.kind {
+	case tcpConnect:
+		port, err := net.LookupPort("tcp", up.params[1])
+		if err != nil || port == 0 {
+			return fmt.Errorf("%s: no such port", up.params[1])
+		}
+		host := strings.Trim(up.params[0], "[]")
+		if host == "" {
+			host = "127.0.0.1"
+		}
+		t.set("upstream", strconv.Quote(net.JoinHostPort(host, strconv.Itoa(port))))
+	case unixConnect, abstractConnect:
+		name, err := unixAddress(up)
+		if err != nil {
+			return err
+		}
+		t.set("upstream", name)
+	default:
+		return fmt.Errorf("%s and %s: a configuration file has TCP and UNIX upstreams only", l.left.keyword, l.right.keyword)
+	}
+	return nil
+}
+
+// unixAddress returns a UNIX socket as the file writes it.
+func unixAddress(a *address) (string, error) {
+	name := "unix:" + unixName(a.typ.kind, a.params[0])
+	if _, _, err := proxy.ParseUnix(name); err != nil {
+		return "", err
+	}
+	return strconv.Quote(name), nil
+}
+
+// unixKeys returns the table of a UNIX listener's file, or "" where it is the default.
+func unixKeys(a *address) string {
+	var keys []string
+	mode := a.get("mode")
+	if mode != nil {
+		keys = append(keys, fmt.Sprintf("mode = \"%04o\"", mode.num&0o777))
+	} else if m := a.get("umask"); m != nil {
+		keys = append(keys, fmt.Sprintf("mode = \"%04o\"", 0o777&^m.num))
+	}
+	for _, k := range []struct{ option, key string }{{"user", "owner"}, {"group", "group"}} {
+		if v := a.textOf(k.option); v != "" {
+			keys = append(keys, fmt.Sprintf("%s = %q", k.key, v))
+		}
+	}
+	// With both, the file that is kept must be replaced at the next start.
+	if !a.onUnless("unlink-close", true) && !a.on("unlink-early") && !a.on("unlink") {
+		keys = append(keys, "unlink = false")
+	}
+	if len(keys) == 0 {
+		return ""
+	}
+	return "{ " + strings.Join(keys, ", ") + " }"
 }
 
 // listenAddress returns the listening address as the file writes it.
@@ -173,6 +243,11 @@ var translated = map[string]bool{
 	"shut-down": true, "end-close": true, "cool-write": true, "cloexec": true,
 }
 
+// unixOptions are those of a UNIX listener that have a key, or are what shunt does anyway.
+var unixOptions = map[string]bool{
+	"mode": true, "umask": true, "user": true, "group": true, "unlink": true, "unlink-early": true, "unlink-close": true,
+}
+
 // restricting are the options that say who may connect, or as whom shunt runs:
 // a file without them would be open to more than the command line is.
 var restricting = map[string]bool{
@@ -186,6 +261,9 @@ func (t *translation) options(a *address) error {
 		o := &a.options[i]
 		name := o.opt.names[0]
 		if translated[name] || name == "bind" && a.listens() || name == "nodelay" && o.num != 0 {
+			continue
+		}
+		if a.typ.kind == tcpListen && name == "range" || a.typ.kind == unixListen && unixOptions[name] {
 			continue
 		}
 		if restricting[name] {
