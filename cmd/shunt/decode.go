@@ -18,6 +18,7 @@ type document struct {
 	lines map[string]int // key path -> line, from 1
 	names []string       // the listeners' names as far as they are known
 	errs  []*configError
+	bad   map[string]*configError // by key path: the first about the key, or in the table
 }
 
 // configError is a fault in a configuration file.
@@ -43,26 +44,25 @@ func (e *configError) Error() string {
 // first error about a key is kept: the others may follow from it.
 func (d *document) errorf(path keyPath, format string, a ...any) error {
 	e := &configError{file: d.name, line: d.line(path), path: path.String(), msg: d.describe(path) + fmt.Sprintf(format, a...)}
-	for _, other := range d.errs {
-		if other.path == e.path {
-			return other
-		}
+	if first := d.bad[e.path]; first != nil && first.path == e.path {
+		return first
 	}
 	d.errs = append(d.errs, e)
+	for ; len(path) > 0; path = path[:len(path)-1] {
+		if at := path.String(); d.bad[at] == nil {
+			d.bad[at] = e
+		}
+	}
 	return e
 }
 
 // missing is errorf for a key that must be there. An error about another key
 // of its table, which may be this one misspelt, goes first.
 func (d *document) missing(path keyPath, format string, a ...any) {
-	table := path[:len(path)-1].String() + "."
-	for _, e := range d.errs {
-		if strings.HasPrefix(e.path, table) && !e.missing {
-			return
-		}
+	if e := d.bad[path[:len(path)-1].String()]; e == nil || e.missing {
+		d.errorf(path, "missing: "+format, a...)
+		d.errs[len(d.errs)-1].missing = true
 	}
-	d.errorf(path, "missing: "+format, a...)
-	d.errs[len(d.errs)-1].missing = true
 }
 
 // err returns all errors in the order of the file, a line for each, or nil.
@@ -145,7 +145,7 @@ func (p keyPath) String() string {
 // decoding: keys match by exact spelling, and every key must be known. The
 // error is one of syntax; the document notes the others.
 func decodeFile(name string, data []byte, fc *fileConfig) (*document, error) {
-	d := &document{name: name}
+	d := &document{name: name, bad: map[string]*configError{}}
 	tree := map[string]any{}
 	if _, err := toml.Decode(string(data), &tree); err != nil {
 		var pe toml.ParseError
