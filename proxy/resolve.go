@@ -180,7 +180,10 @@ func lookUpSRV(ctx context.Context, r resolver, u Upstream) ([]target, error) {
 	}
 	records = slices.DeleteFunc(records, func(s *net.SRV) bool { return s.Target == "." || s.Port == 0 })
 	if len(records) > maxAddresses {
-		records = records[:maxAddresses]
+		slices.SortFunc(records, func(a, b *net.SRV) int {
+			return cmp.Or(cmp.Compare(a.Priority, b.Priority), cmp.Compare(a.Target, b.Target), cmp.Compare(a.Port, b.Port))
+		})
+		records = records[:maxAddresses] // the same ones each time
 	}
 	ips := make([][]netip.Addr, len(records))
 	errs := make([]error, len(records))
@@ -250,44 +253,43 @@ func srvScale(records []*net.SRV) func(*net.SRV) float64 {
 	}
 }
 
-// resolveNow looks up the only upstream for one connection. While the resolver fails, connections don't
-// wait for it if there is an answer from before.
-func (p *pool) resolveNow(ctx context.Context) {
-	s := p.sources[0]
+// resolveNow looks s up for one connection. While the resolver fails, connections don't wait for it if
+// there is an answer from before.
+func (p *pool) resolveNow(ctx context.Context, s *source) {
 	p.mu.Lock()
 	known := len(s.found) > 0
-	if known && time.Now().Before(s.retry) {
-		p.mu.Unlock()
+	wait := !known || !time.Now().Before(s.retry)
+	p.mu.Unlock()
+	if !wait {
 		return
 	}
+	limit := p.l.cfg.DialTimeout
+	if known {
+		limit /= 2 // time to dial must be left
+	}
+	p.look(ctx, s, limit)
+}
+
+// look looks s up. A ctx that is canceled says nothing about the resolver.
+func (p *pool) look(ctx context.Context, s *source, limit time.Duration) (err error) {
+	p.mu.Lock()
 	p.lookups++
 	number := p.lookups
 	p.mu.Unlock()
-	ask, cancel := ctx, context.CancelFunc(func() {})
-	if known {
-		// Time to dial must be left.
-		ask, cancel = context.WithTimeout(ctx, p.l.cfg.DialTimeout/2)
-	}
+	ask, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
 	found, err := p.l.srv.lookUp(ask, s.Upstream)
-	cancel()
-	if errors.Is(ctx.Err(), context.Canceled) {
-		return // the client left, which says nothing about the resolver
+	if !errors.Is(ctx.Err(), context.Canceled) {
+		p.answered(s, number, found, err)
 	}
-	p.answered(s, number, found, err)
+	return err
 }
 
 // keepResolved looks s up again and again.
 func (p *pool) keepResolved(s *source) {
-	for number := uint64(1); ; number++ {
-		ctx, cancel := context.WithTimeout(p.ctx, lookupTimeout)
-		found, err := p.l.srv.lookUp(ctx, s.Upstream)
-		cancel()
-		if p.ctx.Err() != nil {
-			return
-		}
-		p.answered(s, number, found, err)
+	for {
 		wait := p.interval
-		if err != nil {
+		if p.look(p.ctx, s, lookupTimeout) != nil {
 			wait = min(wait, retryLookup)
 		}
 		if !p.sleep(p.ctx, jitter(wait)) {

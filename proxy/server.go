@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"strings"
 	"sync"
@@ -100,6 +101,11 @@ func (c Config) Validate() error {
 	}
 	if c.MaxConnections < 0 {
 		return fmt.Errorf("max_connections %d: negative", c.MaxConnections)
+	}
+	for _, a := range c.DNSServers {
+		if _, err := netip.ParseAddrPort(a); err != nil {
+			return fmt.Errorf("dns server %q: not an IP address with a port", a)
+		}
 	}
 	if c.Admin != "" {
 		if path, ok := strings.CutPrefix(c.Admin, "unix:"); ok {

@@ -52,6 +52,8 @@ const (
 const (
 	// maxAddresses bounds what a listener uses, and with it the metrics' labels.
 	maxAddresses = 1024
+	// changeLogAfter is how often a change of the addresses is logged, at the debug level excepted.
+	changeLogAfter = time.Minute
 	// maxEjected bounds how long repeated ejections get.
 	maxEjected = 5 * time.Minute
 )
@@ -78,11 +80,11 @@ type pool struct {
 
 	mu            sync.Mutex
 	known         map[address]*endpoint // those in set, and others that still have connections
-	lookups       uint64                // that were begun, where perConn
+	lookups       uint64                // that were begun
 	resolveErrors uint64
-	changeLog     rate
-	turn          int   // of equals
-	scratch       []int // choose's
+	changed       time.Time // when a change of the set was last worth a line
+	turn          int       // of equals
+	scratch       []int     // choose's
 }
 
 // source is a configured upstream. Its fields are guarded by pool.mu.
@@ -192,6 +194,7 @@ func (p *pool) takeOver(old *pool) {
 			}
 		}
 	}
+	p.resolveErrors, p.changed = old.resolveErrors, old.changed
 	for a, o := range old.known {
 		e := &endpoint{addr: a, text: o.text, hash: o.hash, tally: o.tally, current: o.current}
 		if p.l.cfg.Eject.Failures > 0 {
@@ -266,9 +269,12 @@ func (p *pool) rebuild() {
 		p.l.log.Warn().Int("used", len(set)).Int("left_out", dropped).Msg("too many upstream addresses")
 	}
 	if added := len(set) - (had - len(old)); (added > 0 || len(old) > 0) && !p.fixed() {
-		if skipped, ok := p.changeLog.allow(); ok {
-			p.l.log.Info().Int("added", added).Int("removed", len(old)).Int("addresses", len(set)).Int("skipped", skipped).Msg("upstream addresses changed")
+		// Some servers give a part of the addresses, another one each time.
+		ev := p.l.log.Debug()
+		if now := time.Now(); now.Sub(p.changed) >= changeLogAfter {
+			ev, p.changed = p.l.log.Info(), now
 		}
+		ev.Int("added", added).Int("removed", len(old)).Int("addresses", len(set)).Msg("upstream addresses changed")
 	}
 }
 
@@ -302,13 +308,19 @@ func (p *pool) refuses() bool { return p != nil && p.dead.Load() }
 // addresses returns what a connection may be dialled to, at least one.
 func (p *pool) addresses(ctx context.Context) ([]member, error) {
 	if p.perConn {
-		p.resolveNow(ctx)
+		p.resolveNow(ctx, p.sources[0])
 	} else {
 		select {
 		case <-p.settled:
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		case <-p.ctx.Done():
+			// The listener is gone before its first lookup was done; the connection isn't.
+			for _, s := range p.sources {
+				if s.kind != upstreamFixed {
+					p.resolveNow(ctx, s)
+				}
+			}
 		}
 	}
 	if set := *p.set.Load(); len(set) > 0 {

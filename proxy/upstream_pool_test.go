@@ -836,6 +836,42 @@ func TestReloadKeepsWhatIsKnownOfUpstreams(t *testing.T) {
 	eventually(t, "the other server's answer", func() bool { return len(r.states()) == 1 })
 }
 
+func TestReloadBeforeTheFirstAnswerLosesNoConnection(t *testing.T) {
+	f := newFleet(t, 1)
+	slow := &slowLookups{ip: netip.MustParseAddr(f.ip(0)), gate: make(chan struct{})}
+	r := newRigWith(t, slow, nil, to([]string{named(f, "web.test")}, nil))
+	c := r.dial()
+	eventually(t, "dial", func() bool { return r.srv.liveCount() == 1 && slow.asked.Load() > 0 })
+	cfg := r.srv.cfg
+	cfg.Listeners = slices.Clone(cfg.Listeners)
+	cfg.Listeners[0].DialTimeout += time.Second
+	if err := r.srv.Reload(cfg); err != nil {
+		t.Fatal(err)
+	}
+	close(slow.gate)
+	if _, err := greeting(c); err != nil {
+		t.Error(err)
+	}
+}
+
+// slowLookups answers once gate is closed.
+type slowLookups struct {
+	fakeLookups
+	ip    netip.Addr
+	gate  chan struct{}
+	asked atomic.Int64
+}
+
+func (s *slowLookups) LookupNetIP(ctx context.Context, _, _ string) ([]netip.Addr, error) {
+	s.asked.Add(1)
+	select {
+	case <-s.gate:
+		return []netip.Addr{s.ip}, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
 func TestNextNameServerIsAsked(t *testing.T) {
 	f := newFleet(t, 1)
 	dead, alive := harness.ServeDNS(t), harness.ServeDNS(t)
