@@ -85,6 +85,8 @@ type Listener struct {
 	KeepAlive KeepAlive
 	// DrainTimeout bounds how long live connections may go on after Shutdown was asked for.
 	DrainTimeout time.Duration
+	// Transparent dials from the client's own address (IP_TRANSPARENT), and takes what TPROXY brings. Linux, CAP_NET_ADMIN or CAP_NET_RAW.
+	Transparent bool
 	// ProxyProtocol is the client's address in headers, in and out.
 	ProxyProtocol ProxyProtocol
 

@@ -111,7 +111,7 @@ func (c *conn) serve() {
 	cand := c.claim()
 	var up Stream
 	var err error
-	if c.l.cfg.ProxyProtocol.needsHead() {
+	if c.l.needsHead() {
 		err = c.readHead()
 	}
 	if err == nil {
@@ -247,6 +247,9 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 			return nil
 		}
 	}
+	if c.l.cfg.Transparent {
+		control = c.fromClient(control)
+	}
 	stop := watchLeave(c.down(), cancel)
 	begin := time.Now()
 	up, at, err := c.connect(ctx, control)
@@ -297,6 +300,10 @@ func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, *endpo
 			return nil, nil, &dialError{dialKind(err), err}
 		}
 		return up, nil, nil
+	}
+	if l.original {
+		up, err := c.dialOriginal(ctx, control)
+		return up, nil, err
 	}
 	var client netip.Addr
 	if l.cfg.Balance == BalanceSourceHash {

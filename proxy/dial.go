@@ -21,6 +21,8 @@ const (
 	dialMissing  = "missing"  // the UNIX socket's file isn't there
 	dialLimit    = "limit"    // no file descriptor or port was free for all of dial_timeout
 	dialCanceled = "canceled" // the client left, or the server stopped
+	dialLoop     = "loop"     // an original destination that leads back to shunt
+	dialFamily   = "family"   // transparent, and the client's address is of another family than the upstream's
 	dialOther    = "other"
 
 	// dialNone: nothing was dialled, since health checks have all addresses down. The cause is no-upstream, and it isn't counted
@@ -28,7 +30,7 @@ const (
 	dialNone = "none"
 )
 
-var dialKinds = []string{dialRefused, dialTimeout, dialNoRoute, dialResolve, dialMissing, dialLimit, dialCanceled, dialOther}
+var dialKinds = []string{dialRefused, dialTimeout, dialNoRoute, dialResolve, dialMissing, dialLimit, dialCanceled, dialLoop, dialFamily, dialOther}
 
 const (
 	// minDialShare is what an address gets at least, while there is as much left; a quarter of dial_timeout, if that is less.
@@ -51,6 +53,8 @@ func dialKind(err error) string {
 	var dns *net.DNSError
 	var addr *net.AddrError
 	switch {
+	case errors.Is(err, errFamily):
+		return dialFamily
 	case isLimit(err), errors.Is(err, syscall.EADDRNOTAVAIL), errors.Is(err, syscall.EAGAIN):
 		return dialLimit
 	case errors.Is(err, context.Canceled):

@@ -62,6 +62,7 @@ const (
 // are set before the upstream is dialled, but lost.
 type head struct {
 	source, dest netip.AddrPort // as the client's header says; invalid where it doesn't
+	original     netip.AddrPort // where the client wanted to, with OriginalDst
 	tlvs         []proxyproto.TLV
 	taken        uint64 // bytes of the client's header
 	first        []byte // the header for the upstream, until it is written
@@ -193,8 +194,10 @@ func format(v HeaderVersion, src, dst netip.AddrPort, tlvs []proxyproto.TLV) ([]
 	return h.Format()
 }
 
-// needsHead says that connections have something ahead of their payload.
-func (p *ProxyProtocol) needsHead() bool { return p.Accept || p.sends() }
+// needsHead says that a connection has something ahead of its payload.
+func (l *listener) needsHead() bool {
+	return l.cfg.ProxyProtocol.Accept || l.cfg.ProxyProtocol.sends() || l.original
+}
 
 func (p *ProxyProtocol) sends() bool { return p.Send == HeaderV1 || p.Send == HeaderV2 }
 
@@ -223,8 +226,9 @@ func (c *conn) client() string {
 	return addrString(c.down().RemoteAddr())
 }
 
-// readHead reads the client's header where the listener wants one, and
-// prepares the upstream's. On an error the cause is set.
+// readHead reads the client's header where the listener wants one, finds out
+// where the client wanted to, and prepares the upstream's header. On an error
+// the cause is set.
 func (c *conn) readHead() error {
 	pp := &c.l.cfg.ProxyProtocol
 	h := &head{}
@@ -251,10 +255,22 @@ func (c *conn) readHead() error {
 			return err
 		}
 	}
+	if c.l.original {
+		var err error
+		if h.original, err = c.originalDst(); err != nil {
+			c.end("dial-"+dialLoop, err)
+			c.l.dialFailed(dialLoop)
+			c.l.srv.dialWarn(c.l, dialLoop, err)
+			return err
+		}
+	}
 	if pp.sends() {
 		src, dst := h.source, h.dest
 		if !src.IsValid() {
-			src, dst = addrOf(c.down().RemoteAddr()), addrOf(c.down().LocalAddr())
+			src, dst = addrOf(c.down().RemoteAddr()), h.original
+			if !dst.IsValid() {
+				dst = addrOf(c.down().LocalAddr())
+			}
 		}
 		var err error
 		if h.first, err = format(pp.Send, src, dst, h.tlvs); err != nil {

@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"runtime"
@@ -28,7 +29,8 @@ type listener struct {
 	file     *socketFile // of a UNIX socket
 	withdraw func()
 	upstream string        // the configured ones
-	pool     *pool         // nil where a DialFunc connects
+	pool     *pool         // nil where a DialFunc connects, and with original
+	original bool          // the upstream is OriginalDst
 	noBypass splice.Reason // why no connection is bypassed, or empty
 	slots    *slots
 	gate     *gate
@@ -84,7 +86,10 @@ func newListener(s *Server, cfg Listener) *listener {
 	onlyUnix := false
 	if cfg.DialFunc == nil {
 		us, _ := cfg.parseUpstreams() // Validate has seen the error
-		l.upstream, l.pool = textOf(us), newPool(l, us)
+		l.upstream = textOf(us)
+		if l.original = us[0].kind == upstreamOriginal; !l.original {
+			l.pool = newPool(l, us)
+		}
 		onlyUnix = !slices.ContainsFunc(us, func(u Upstream) bool { return !u.IsUnix() })
 	}
 	switch {
@@ -115,6 +120,14 @@ func (l *listener) open() error {
 		var err error
 		if ln, err = listen(context.Background()); err != nil {
 			return err
+		}
+	}
+	if l.cfg.Transparent {
+		if err := openTransparent(ln); err != nil {
+			if l.given == nil {
+				ln.Close()
+			}
+			return fmt.Errorf("transparent: %w", err)
 		}
 	}
 	tcp, _ := ln.(*net.TCPListener)
@@ -423,6 +436,7 @@ func (l *listener) finished(c *conn) {
 	}
 	l.log.Debug().Uint64("conn", c.id).Str("cause", c.cause).Msg("connection closed")
 	l.gate.leave(c.down())
+	c.forgetOriginal()
 	l.slots.give()
 	if f := l.cfg.Trace.Closed; f != nil {
 		f(c.id, c.cause, c.err)

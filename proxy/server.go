@@ -34,6 +34,7 @@ type Server struct {
 
 	accessLog atomic.Bool
 
+	dialled    sync.Map // netip.AddrPort of each socket that went to an original destination
 	lastID     atomic.Uint64
 	ready      atomic.Bool
 	draining   atomic.Bool

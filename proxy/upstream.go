@@ -19,10 +19,14 @@ import (
 type upstreamKind uint8
 
 const (
-	upstreamFixed upstreamKind = iota // one address
-	upstreamName                      // a host name and a port
-	upstreamSRV                       // the name of SRV records
+	upstreamFixed    upstreamKind = iota // one address
+	upstreamName                         // a host name and a port
+	upstreamSRV                          // the name of SRV records
+	upstreamOriginal                     // what the client wanted
 )
+
+// OriginalDst as an upstream is where each client wanted to, before NAT on this host or TPROXY brought it to the listener.
+const OriginalDst = "original-dst"
 
 // Upstream is a configured upstream: something that stands for addresses.
 type Upstream struct {
@@ -39,13 +43,17 @@ const (
 	// maxHost is the longest name that DNS can say.
 	maxHost = 253
 
-	upstreamForm = `want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path", "unix:@name" or "srv+name"`
+	upstreamForm = `want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path", "unix:@name", "srv+name" or "original-dst"`
 )
 
-// ParseUpstream reads host:port, unix:/path, unix:@name (an abstract socket) or srv+name (SRV
-// records).
+// ParseUpstream reads host:port, unix:/path, unix:@name (an abstract socket), srv+name (SRV
+// records), or OriginalDst.
 func ParseUpstream(s string) (Upstream, error) {
 	u := Upstream{text: s}
+	if s == OriginalDst {
+		u.kind = upstreamOriginal
+		return u, nil
+	}
 	if name, ok, err := ParseUnix(s); ok {
 		u.addr = address{unix: name}
 		return u, err
@@ -97,6 +105,9 @@ func (l Listener) parseUpstreams() ([]Upstream, error) {
 		u, err := ParseUpstream(s)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", key, err)
+		}
+		if u.kind == upstreamOriginal && len(texts) > 1 {
+			return nil, fmt.Errorf("%s: %q can't be one of several", key, s)
 		}
 		if slices.Contains(us[:i], u) {
 			return nil, fmt.Errorf("%s: %q is there twice", key, s)

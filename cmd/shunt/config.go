@@ -79,6 +79,7 @@ type listenerTable struct {
 	KeepAlive       keepAliveTable     `toml:"keepalive"`
 	DrainTimeout    time.Duration      `toml:"drain_timeout"`
 	ProxyProtocol   proxyProtocolTable `toml:"proxy_protocol"`
+	Transparent     bool               `toml:"transparent"`
 }
 
 type unixTable struct {
@@ -224,6 +225,7 @@ func (fc *fileConfig) proxyConfig() proxy.Config {
 			KeepAlive:               proxy.KeepAlive{Idle: l.KeepAlive.Idle, Interval: l.KeepAlive.Interval, Count: l.KeepAlive.Count},
 			DrainTimeout:            l.DrainTimeout,
 			ProxyProtocol:           l.ProxyProtocol.config(),
+			Transparent:             l.Transparent,
 		})
 	}
 	return cfg

@@ -54,6 +54,7 @@ half_open_timeout = "3s"
 keepalive = { idle = "4s", interval = "5s", count = 6 }
 drain_timeout = "7s"
 proxy_protocol = { send = "v2", accept = "on", header_timeout = "8s", trusted = ["10.0.0.0/8", "::ffff:192.0.2.1", "unix:"] }
+transparent = true
 [[listener]]
 listen = ":7001"
 upstreams = ["srv+_http._tcp.web", "[::1]:8000"]
@@ -94,6 +95,7 @@ upstream = "[::1]:8000"
 				Send: proxy.HeaderV2, Accept: true, HeaderTimeout: 8 * time.Second,
 				Trusted: networks([]string{"10.0.0.0/8", "192.0.2.1"}), TrustUnix: true,
 			},
+			Transparent: true,
 		}, second, third},
 		Admin: "127.0.0.1:9901", AccessLog: true, MaxConnections: 500,
 	}
@@ -393,7 +395,7 @@ func TestEveryMistakeIsTold(t *testing.T) {
 		{"[log]\nlevl = \"info\"\n[[listener]]\nlisten = 7\nupstream = \"a\"\ndial_timeout = \"0s\"\nkeepalive = { count = 0, idle = \"1ms\" }\n[bypass]\nwindow = 1\n",
 			`f:2: log.levl: unknown key; did you mean "level"?
 f:4: listener 1: listen: want a string in quotes, not the number 7
-f:5: listener 1: upstream: "a": want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path", "unix:@name" or "srv+name"
+f:5: listener 1: upstream: "a": want host:port, such as "127.0.0.1:8000", "[::1]:8000" or "db.internal:5432", or "unix:/path", "unix:@name", "srv+name" or "original-dst"
 f:6: listener 1: dial_timeout: 0s is out of range: want 1ms to 8760h0m0s
 f:7: listener 1: keepalive.idle: 1ms is out of range: want 1s to 9h6m7s, or 0s for no keepalive
 f:7: listener 1: keepalive.count: 0 is out of range: want 1 to 127

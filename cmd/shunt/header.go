@@ -2,6 +2,7 @@ package main
 
 import (
 	"slices"
+	"strings"
 	"time"
 
 	"shunt/proxy"
@@ -21,6 +22,23 @@ var (
 	headerVersions = []string{string(proxy.HeaderOff), string(proxy.HeaderV1), string(proxy.HeaderV2)}
 	acceptModes    = map[bool]string{false: "off", true: "on"}
 )
+
+// validateAddresses checks what the listener does with the client's address
+// and the one that it connected to.
+func (l *listenerTable) validateAddresses(d *document, p keyPath) {
+	l.ProxyProtocol.validate(d, p.with("proxy_protocol"))
+	if strings.HasPrefix(l.Listen, "unix:") {
+		if t := &l.ProxyProtocol; t.Accept == acceptModes[true] && len(t.Trusted) > 0 && !slices.Contains(t.Trusted, trustUnix) {
+			d.errorf(p.with("proxy_protocol").with("trusted"), "want %q, since listen = %q is a UNIX socket", trustUnix, l.Listen)
+		}
+		if l.Upstream == proxy.OriginalDst {
+			d.errorf(p.with("upstream"), "%q: want a TCP address to listen on: nothing is redirected to a UNIX socket", l.Upstream)
+		}
+	}
+	if l.Transparent && slices.ContainsFunc(append(slices.Clone(l.Upstreams), l.Upstream), func(u string) bool { return strings.HasPrefix(u, "unix:") }) {
+		d.errorf(p.with("transparent"), "a UNIX upstream sees no address; proxy_protocol.send tells it")
+	}
+}
 
 // validate checks proxy_protocol, which is at p.
 func (t *proxyProtocolTable) validate(d *document, p keyPath) {

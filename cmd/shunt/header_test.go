@@ -37,3 +37,20 @@ func TestProxyProtocolErrorsSayWhatIsRight(t *testing.T) {
 		}
 	}
 }
+
+func TestAddressKeysThatCannotWorkTogether(t *testing.T) {
+	for text, want := range map[string]string{
+		"listen = \"unix:/s\"\nupstream = \"a:1\"\nproxy_protocol = { accept = \"on\", trusted = [\"10.0.0.0/8\"] }": `proxy_protocol.trusted: want "unix:"`,
+		"listen = \"unix:/s\"\nupstream = \"original-dst\"":                                                          "upstream: \"original-dst\": want a TCP address to listen on",
+		"listen = \":7000\"\nupstream = \"unix:/s\"\ntransparent = true":                                             "transparent: a UNIX upstream sees no address",
+		"listen = \":7000\"\nupstream = \"original_dst\"":                                                            `or "original-dst"`,
+	} {
+		_, err := parseConfig("f", []byte("[[listener]]\n"+text+"\n"))
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s\n%v\nwant %q", text, err, want)
+		}
+	}
+	if _, err := parseConfig("f", []byte("[[listener]]\nlisten = \":7000\"\nupstream = \"original-dst\"\ntransparent = true\n")); err != nil {
+		t.Error(err)
+	}
+}

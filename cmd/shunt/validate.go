@@ -171,7 +171,7 @@ func (l *listenerTable) validate(d *document, p keyPath) (addr netip.AddrPort) {
 			d.errorf(key, "%v is out of range: want %v to %v", t.value, t.min, t.max)
 		}
 	}
-	l.ProxyProtocol.validate(d, p.with("proxy_protocol"))
+	l.validateAddresses(d, p)
 	within(d, p.with("eject").with("failures"), l.Eject.Failures, 0, maxThreshold)
 	within(d, p.with("health").with("rise"), l.Health.Rise, 1, maxThreshold)
 	within(d, p.with("health").with("fall"), l.Health.Fall, 1, maxThreshold)
