@@ -230,6 +230,8 @@ func TestEveryEndHasItsWord(t *testing.T) {
 		"dial-resolve":  {upstreamAt("no..name:80"), connect},
 		"dial-no-route": {upstreamAt("224.0.0.1:9"), connect},
 		"dial-limit":    {failingDial(syscall.EMFILE), connect},
+		"dial-loop":     {upstreamAt(OriginalDst), connect},
+		"dial-family":   {failingDial(errFamily), connect},
 		"dial-other":    {failingDial(odd), connect},
 	}
 	for _, cause := range allCauses() {

@@ -287,6 +287,38 @@ func TestUpstreamSeesTheClientsAddress(t *testing.T) {
 	})
 }
 
+func TestTransparentKeepsItsCapabilityAsAnotherUser(t *testing.T) {
+	EachBypass(t, func(t *testing.T, p Path) {
+		peers := make(chan string, 1)
+		s := Serve(t, func(c *net.TCPConn) error {
+			peers <- c.RemoteAddr().(*net.TCPAddr).IP.String()
+			return echo(c)
+		})
+		NeedRoot(t)
+		cfg := Configure(p, fmt.Sprintf("127.0.0.1:%d", Port(t, nil)), s.Addr)
+		cfg.Process = map[string]string{"user": `"nobody"`}
+		cfg.Listeners[0].Extra["transparent"] = "true"
+		cfg.Listeners[0].Extra["proxy_protocol"] = `{ accept = "on", trusted = ["127.0.0.1"] }`
+		f := &Front{Path: p, Addr: cfg.Listeners[0].Listen}
+		f.Shunt = StartShunt(t, cfg, Launch{})
+		if want := `"capabilities":["cap_net_raw"]`; !strings.Contains(f.Shunt.Output(), want) {
+			t.Errorf("the log doesn't say %s", want)
+		}
+		c := f.Dial(t)
+		if _, err := c.Write([]byte("PROXY TCP4 127.9.9.9 127.0.0.1 1 2\r\n")); err != nil {
+			t.Fatal(err)
+		}
+		if err := converse(c, 20, 1000); err != nil {
+			t.Fatal(err)
+		}
+		if got := <-peers; got != "127.9.9.9" {
+			t.Errorf("the service's peer is %s", got)
+		}
+		c.Close()
+		f.CheckPath(t, 20_000, 20_000, 0.5)
+	})
+}
+
 func TestTransparentWithoutTheCapabilityIsRefusedAtStart(t *testing.T) {
 	if testing.Short() {
 		t.Skip("end-to-end test, not run with -short")

@@ -31,11 +31,11 @@ func (l *listenerTable) validateAddresses(d *document, p keyPath) {
 		if t := &l.ProxyProtocol; t.Accept == acceptModes[true] && len(t.Trusted) > 0 && !slices.Contains(t.Trusted, trustUnix) {
 			d.errorf(p.with("proxy_protocol").with("trusted"), "want %q, since listen = %q is a UNIX socket", trustUnix, l.Listen)
 		}
-		if l.Upstream == proxy.OriginalDst {
-			d.errorf(p.with("upstream"), "%q: want a TCP address to listen on: nothing is redirected to a UNIX socket", l.Upstream)
+		if slices.Contains(l.upstreams(), proxy.OriginalDst) {
+			d.errorf(p.with("upstream"), "%q: want a TCP address to listen on: nothing is redirected to a UNIX socket", proxy.OriginalDst)
 		}
 	}
-	if l.Transparent && slices.ContainsFunc(append(slices.Clone(l.Upstreams), l.Upstream), func(u string) bool { return strings.HasPrefix(u, "unix:") }) {
+	if l.Transparent && slices.ContainsFunc(l.upstreams(), func(u string) bool { return strings.HasPrefix(u, "unix:") }) {
 		d.errorf(p.with("transparent"), "a UNIX upstream sees no address; proxy_protocol.send tells it")
 	}
 }

@@ -43,6 +43,7 @@ func TestAddressKeysThatCannotWorkTogether(t *testing.T) {
 		"listen = \"unix:/s\"\nupstream = \"a:1\"\nproxy_protocol = { accept = \"on\", trusted = [\"10.0.0.0/8\"] }": `proxy_protocol.trusted: want "unix:"`,
 		"listen = \"unix:/s\"\nupstream = \"original-dst\"":                                                          "upstream: \"original-dst\": want a TCP address to listen on",
 		"listen = \":7000\"\nupstream = \"unix:/s\"\ntransparent = true":                                             "transparent: a UNIX upstream sees no address",
+		"listen = \":7000\"\nupstreams = [\"original-dst\", \"a:1\"]":                                                `upstreams: "original-dst" can't be one of several`,
 		"listen = \":7000\"\nupstream = \"original_dst\"":                                                            `or "original-dst"`,
 	} {
 		_, err := parseConfig("f", []byte("[[listener]]\n"+text+"\n"))

@@ -24,8 +24,22 @@ func droppedPrivileges() bool { return dropped.Load() }
 //
 // The bypass needs none any more: since Linux 5.19 ("bpf: refine
 // kernel.unprivileged_bpf_disabled behaviour") only creating maps and loading
-// programs does, all else goes by who holds the descriptor.
-func dropPrivileges(who *identity, log zerolog.Logger) error {
+// programs does, all else goes by who holds the descriptor. Only transparent
+// dials need one for each socket: the lesser of the two that will do stays.
+func dropPrivileges(who *identity, transparent bool, log zerolog.Logger) error {
+	keep, names := cap.NewSet(), []string{}
+	if transparent {
+		for _, c := range []cap.Value{cap.NET_RAW, cap.NET_ADMIN} {
+			if there, _ := cap.GetProc().GetFlag(cap.Permitted, c); !there {
+				continue
+			}
+			if err := errors.Join(keep.SetFlag(cap.Permitted, true, c), keep.SetFlag(cap.Effective, true, c)); err != nil {
+				return fmt.Errorf("capabilities: %w", err)
+			}
+			names = append(names, c.String())
+			break
+		}
+	}
 	// Only with CAP_SETPCAP, which goes below. A service that was started as
 	// its user lacks it, and no_new_privs does as much.
 	if there, _ := cap.GetProc().GetFlag(cap.Effective, cap.SETPCAP); there {
@@ -43,14 +57,14 @@ func dropPrivileges(who *identity, log zerolog.Logger) error {
 	if err := who.become(); err != nil {
 		return err
 	}
-	if err := cap.NewSet().SetProc(); err != nil {
+	if err := keep.SetProc(); err != nil {
 		return fmt.Errorf("capset: %w", err)
 	}
 	if _, err := cap.Prctlw(unix.PR_SET_NO_NEW_PRIVS, 1); err != nil {
 		return fmt.Errorf("prctl PR_SET_NO_NEW_PRIVS: %w", err)
 	}
 	dropped.Store(true)
-	log.Info().Str("user", who.user).Int("uid", who.uid).Int("gid", who.gid).Strs("capabilities", []string{}).
+	log.Info().Str("user", who.user).Int("uid", who.uid).Int("gid", who.gid).Strs("capabilities", names).
 		Bool("no_new_privs", true).Msg("privileges dropped")
 	return nil
 }

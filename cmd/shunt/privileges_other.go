@@ -10,6 +10,6 @@ import (
 
 func droppedPrivileges() bool { return false }
 
-func dropPrivileges(*identity, zerolog.Logger) error {
+func dropPrivileges(*identity, bool, zerolog.Logger) error {
 	return errors.New("process.user needs Linux")
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"runtime"
+	"slices"
 	"syscall"
 	"time"
 
@@ -139,8 +140,9 @@ func serve(ctx context.Context, fc *fileConfig, file string, who *identity, from
 	}
 
 	if who != nil {
+		transparent := slices.ContainsFunc(fc.Listeners, func(l listenerTable) bool { return l.Transparent })
 		cfg.Opened = func() error {
-			if err := dropPrivileges(who, log.Logger); err != nil {
+			if err := dropPrivileges(who, transparent, log.Logger); err != nil {
 				return fmt.Errorf("drop privileges: %w", err)
 			}
 			return nil

@@ -254,6 +254,8 @@ func (l *listenerTable) validateUpstreams(d *document, p keyPath) {
 	for i, s := range l.upstreams() {
 		if _, err := proxy.ParseUpstream(s); err != nil {
 			d.errorf(key, "%v", err)
+		} else if s == proxy.OriginalDst && len(l.Upstreams) > 1 {
+			d.errorf(key, "%q can't be one of several", s)
 		} else if slices.Contains(l.upstreams()[:i], s) {
 			d.errorf(key, "%q is there twice", s)
 		}
