@@ -124,6 +124,9 @@ func probePermanent(o Options) error {
 	return k.Close()
 }
 
+// kernelTypes is where the kernel describes its types, by which programs fit themselves to it.
+const kernelTypes = "/sys/kernel/btf/vmlinux"
+
 // plain makes one readable line of the loader's errors.
 func plain(err error) error {
 	if err == nil {
@@ -132,6 +135,9 @@ func plain(err error) error {
 	var ve *ebpf.VerifierError
 	if errors.As(err, &ve) && len(ve.Log) > 0 {
 		return fmt.Errorf("refused by the verifier: %w (%s)", ve.Cause, strings.TrimSpace(ve.Log[len(ve.Log)-1]))
+	}
+	if _, serr := os.Stat(kernelTypes); serr != nil && errors.Is(err, ebpf.ErrNotSupported) {
+		return fmt.Errorf("%w; %s is missing: is /sys mounted, and the kernel built with BTF?", err, kernelTypes)
 	}
 	if errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("%w (missing capability, or seccomp forbids bpf(2))", err)

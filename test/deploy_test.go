@@ -188,7 +188,7 @@ func TestUnitsAreValid(t *testing.T) {
 	}
 }
 
-func TestImageIsBuiltWithTheVersionOfGo(t *testing.T) {
+func TestImageIsBuiltFromWhatItNeeds(t *testing.T) {
 	root, err := Root()
 	if err != nil {
 		t.Fatal(err)
@@ -201,6 +201,17 @@ func TestImageIsBuiltWithTheVersionOfGo(t *testing.T) {
 	have := regexp.MustCompile(`(?m)^ARG GO_VERSION=(\S+)$`).FindStringSubmatch(deployFile(t, "Dockerfile"))
 	if want == nil || have == nil || string(want[1]) != have[1] {
 		t.Errorf("go.mod has %q, the Dockerfile %q", want, have)
+	}
+	cmd := exec.Command(NeedProgram(t, "go"), "list", "-deps", "./cmd/shunt")
+	cmd.Dir = root
+	deps, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range regexp.MustCompile(`(?m)^shunt/([a-z]+)`).FindAllStringSubmatch(string(deps), -1) {
+		if line := fmt.Sprintf("COPY %s %s\n", m[1], m[1]); !strings.Contains(deployFile(t, "Dockerfile"), line) {
+			t.Errorf("the Dockerfile doesn't copy the folder %s", m[1])
+		}
 	}
 }
 

@@ -162,11 +162,53 @@ func TestUnprivilegedUserServesEverything(t *testing.T) {
 				t.Errorf("metric %s is missing", name)
 			}
 		}
+		reloadUnprivileged(t, f, s.Addr)
+		f.Shunt.Signal(syscall.SIGUSR2)
+		Until(t, 10*time.Second, "answer to SIGUSR2", func() error {
+			if !strings.Contains(f.Shunt.Output(), "given its privileges up") {
+				return errors.New("no refusal in the log")
+			}
+			return nil
+		})
 		checkUnprivileged(t, f.Shunt.Pid(), nobody, nobody, true)
 		if err := f.Shunt.Stop(10 * time.Second); err != nil {
 			t.Error(err)
 		}
 	})
+}
+
+// reloadUnprivileged adds listeners: one as anybody may, and one that takes a capability.
+func reloadUnprivileged(t *testing.T, f *Front, upstream string) {
+	t.Helper()
+	good, err := os.ReadFile(f.Shunt.File)
+	if err != nil {
+		t.Fatal(err)
+	}
+	with := func(name, listen string) string {
+		return string(good) + fmt.Sprintf("[[listener]]\nname = %q\nlisten = %q\nupstream = %q\nbypass = \"on\"\n", name, listen, upstream)
+	}
+	more := fmt.Sprintf("127.0.0.1:%d", Port(t, nil))
+	if err := errors.Join(f.Shunt.RewriteText(with("more", more)), f.Shunt.Reload(10*time.Second), exchangeEcho(more, 20, 1000)); err != nil {
+		t.Errorf("a new listener: %v", err)
+	}
+	Until(t, 5*time.Second, "path of the new listener", func() error {
+		m, err := f.Shunt.Metrics()
+		if n := m.Sum("shunt_bytes_total", "listener", "more", "path", "bypass"); err == nil && (n > 0) != f.Path.Bypass() {
+			err = fmt.Errorf("%v bytes took the bypass", n)
+		}
+		return err
+	})
+	low := fmt.Sprintf("127.0.0.1:%d", privilegedPort(t))
+	err = f.Shunt.RewriteText(with("low", low))
+	if err == nil {
+		err = f.Shunt.Reload(10 * time.Second)
+	}
+	if err == nil || !strings.Contains(err.Error(), "refused") || !strings.Contains(f.Shunt.Output(), "CAP_NET_BIND_SERVICE") {
+		t.Errorf("a new port below 1024: %v; want a refusal that names the capability", err)
+	}
+	if err := exchangeEcho(more, 2, 100); err != nil {
+		t.Errorf("after a refused reload: %v", err)
+	}
 }
 
 func ignoreReset(err error) error {
