@@ -86,6 +86,8 @@ type Launch struct {
 	Attr   *syscall.SysProcAttr
 	// Program is started in place of the one that was built.
 	Program string
+	// Files are its descriptors from 3 on.
+	Files []*os.File
 	// LogFile lets it write to a file.
 	LogFile bool
 }
@@ -112,6 +114,7 @@ func NewShunt(dir string, cfg Config, l Launch) (*Shunt, error) {
 	cmd := exec.Command(argv[0], argv[1:]...)
 	cmd.Dir = dir
 	cmd.Env = append(os.Environ(), l.Env...)
+	cmd.ExtraFiles = l.Files
 	if l.Attr != nil {
 		cmd.SysProcAttr = l.Attr
 	}
@@ -363,6 +366,9 @@ func StartShunt(t testing.TB, cfg Config, l Launch) *Shunt {
 			}
 		}()
 		if s.successor != 0 {
+			if Gone(s.successor, 0) == nil {
+				return // the test ended it
+			}
 			if err := s.CheckIdle(10 * time.Second); err != nil {
 				t.Errorf("shunt after the test: %v", err)
 			}
