@@ -313,3 +313,68 @@ func TestServiceManagerIsTold(t *testing.T) {
 		}
 	})
 }
+
+func TestTwoShuntsOnOneListeningSocket(t *testing.T) {
+	// What an upgrade is for a moment: both have announced the address, and both accept. A client that
+	// one has enrolled and the other accepted is copied, for a reason that says so.
+	EachBypass(t, func(t *testing.T, p Path) {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer ln.Close()
+		cfg := Configure(p, ln.Addr().String(), Serve(t, echo).Addr)
+		env, files := handOut(t, "main", ln.(*net.TCPListener))
+		l := Launch{Prefix: activate, Env: env, Files: files}
+		shunts := []*Shunt{StartShunt(t, cfg, l), StartShunt(t, cfg, l)}
+		declined := map[string]int{}
+		var accepted, bypassed, active float64
+		look := func() error {
+			declined, accepted, bypassed, active = map[string]int{}, 0, 0, 0
+			for _, s := range shunts {
+				m, err := s.Metrics()
+				if err != nil {
+					return err
+				}
+				for reason, n := range m.Declined() {
+					declined[reason] += n
+				}
+				accepted += m.Sum("shunt_connections_total")
+				bypassed += m.Sum("shunt_bytes_total", "path", "bypass")
+				active += m.Sum("shunt_connections_active")
+			}
+			return nil
+		}
+		// At the same time, so that both are busy accepting.
+		errs := make(chan error, 8)
+		for range cap(errs) {
+			go func() {
+				for range 10 {
+					if err := exchangeEcho(ln.Addr().String(), 5, 1000); err != nil {
+						errs <- err
+						return
+					}
+				}
+				errs <- nil
+			}()
+		}
+		for range cap(errs) {
+			if err := <-errs; err != nil {
+				t.Fatal(err)
+			}
+		}
+		Until(t, 5*time.Second, "the ends", func() error {
+			err := look()
+			if err == nil && (accepted != 80 || active != 0) {
+				err = fmt.Errorf("%v accepted, %v active", accepted, active)
+			}
+			return err
+		})
+		for reason := range declined {
+			if reason != "busy" && reason != "downstream-not-local" {
+				t.Errorf("declined: %v", declined)
+			}
+		}
+		t.Logf("80 connections, declined %v, %v bytes bypassed", declined, bypassed)
+	})
+}

@@ -40,7 +40,7 @@ func commands() []*command {
 		{name: "run", args: "--config FILE", summary: "proxy connections until SIGTERM or SIGINT",
 			help: "Proxies connections as FILE says. The first SIGTERM or SIGINT stops accepting and\n" +
 				"lets live connections finish, for drain_timeout at most; a second ends them. SIGHUP\n" +
-				"reads FILE again.",
+				"reads FILE again; SIGUSR2 lets the program that is now at its path take over.",
 			run: runCommand},
 		{name: "check", args: "--config FILE", summary: "validate a configuration and print what it does",
 			help: "Validates FILE and prints where shunt would listen and where connections would go.\n" +
