@@ -13,6 +13,9 @@
 //	draining     copying, bypassed or half-closed while the server shuts down
 //	closed       both sockets are closed, the totals are final
 //
+// A peer that may not connect, by its address, its rate or a limit, is closed
+// right after accept, before it becomes a connection: it is only counted.
+//
 // A leg is a Stream: TCP, or whatever else a ListenFunc and a DialFunc bring.
 // Two TCP legs may be bypassed, all others are copied.
 //

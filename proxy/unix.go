@@ -115,7 +115,8 @@ func (f *socketFile) change(how UnixSocket) (*socketFile, error) {
 	return next, next.give(uid, gid)
 }
 
-// give sets the file's owner, group and mode. Through os.Root: a link that somebody
+// give sets the file's owner, group and mode, where they differ: that may take a right that
+// this process hasn't any more. Through os.Root: a link that somebody
 // put into the file's place leads no further than its folder.
 func (f *socketFile) give(uid, gid int) error {
 	dir, err := os.OpenRoot(filepath.Dir(f.path))

@@ -63,6 +63,7 @@ func waitRefused(t *testing.T, s *Shunt, reason string, n int) {
 
 func TestRefusedPeersLeaveNothing(t *testing.T) {
 	EachShuntPath(t, func(t *testing.T, p Path) {
+		t.Parallel()
 		// Fewer places on the bypass than peers, so that each must be given back. That
 		// nothing else is left is checked at the end of each test.
 		const peers, workers = 5000, 8

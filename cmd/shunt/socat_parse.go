@@ -382,6 +382,17 @@ func parseRange(s string) (netip.Prefix, error) {
 	return netip.PrefixFrom(ip, bits).Masked(), nil
 }
 
+// unixName is how package net is told of a UNIX or abstract name.
+func unixName(k kinds, name string) string {
+	switch {
+	case k == abstractConnect || k == abstractListen:
+		return "@" + name
+	case strings.HasPrefix(name, "@"):
+		return "./" + name // package net would take it as abstract
+	}
+	return name
+}
+
 // parseSockopt reads level:option:value.
 func parseSockopt(s string, number bool) (level, opt int, value string, err error) {
 	f := strings.SplitN(s, ":", 3)

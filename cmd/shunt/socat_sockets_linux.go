@@ -282,17 +282,6 @@ func resolvePort(ctx context.Context, port string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// unixName is how package net is told of a UNIX or abstract name.
-func unixName(k kinds, name string) string {
-	switch {
-	case k == abstractConnect || k == abstractListen:
-		return "@" + name
-	case strings.HasPrefix(name, "@"):
-		return "./" + name // package net would take it as abstract
-	}
-	return name
-}
-
 // listen opens a listening socket.
 func (f *forwarding) listen(ctx context.Context, a *address) (ln net.Listener, err error) {
 	try := func() error {

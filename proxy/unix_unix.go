@@ -3,6 +3,7 @@
 package proxy
 
 import (
+	"io/fs"
 	"net"
 	"sync"
 	"syscall"
@@ -18,4 +19,13 @@ func listenPrivate(path string) (*net.UnixListener, error) {
 	old := syscall.Umask(0o177)
 	defer syscall.Umask(old)
 	return net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+}
+
+// ownerOf returns whose a file is.
+func ownerOf(fi fs.FileInfo) (uid, gid int) {
+	st, ok := fi.Sys().(*syscall.Stat_t)
+	if !ok {
+		return -1, -1
+	}
+	return int(st.Uid), int(st.Gid)
 }
