@@ -54,7 +54,12 @@ func (c *conn) logAccess(n counts) {
 	}
 	for _, d := range []splice.Direction{splice.Up, splice.Down} {
 		name := d.String()
-		e = e.Str(name+"_path", c.path(&n, d)).Uint64(name+"_copied", n.copied[d]).Uint64(name+"_bypassed", n.bypassed[d])
+		e = e.Str(name+"_path", c.path(&n, d)).Uint64(name+"_copied", n.copied[d])
+		if n.uncounted[d] {
+			e = e.RawJSON(name+"_bypassed", []byte("null")) // unknown
+		} else {
+			e = e.Uint64(name+"_bypassed", n.bypassed[d])
+		}
 	}
 	if c.reason != "" {
 		e = e.Str("declined", string(c.reason))

@@ -148,11 +148,11 @@ type ConnectionLeg struct {
 
 // ConnectionFlow is one direction of a live connection.
 type ConnectionFlow struct {
-	Path     string `json:"path"`           // bypass or copy: where bytes go now
-	State    string `json:"state"`          // open; ended, after its sender finished
-	Copied   uint64 `json:"copied_bytes"`   // through this process
-	Bypassed uint64 `json:"bypassed_bytes"` // past it
-	Queued   uint64 `json:"queued_bytes"`   // redirected, and not yet read by the receiver
+	Path     string  `json:"path"`           // bypass or copy: where bytes go now
+	State    string  `json:"state"`          // open; ended, after its sender finished
+	Copied   uint64  `json:"copied_bytes"`   // through this process
+	Bypassed *uint64 `json:"bypassed_bytes"` // past it; null: unknown
+	Queued   uint64  `json:"queued_bytes"`   // redirected, and not yet read by the receiver
 }
 
 // Upstreams returns the addresses of the listeners' upstreams, and what is known of each.
@@ -217,7 +217,10 @@ func (c *conn) describe(draining bool) Connection {
 		if c.flows[i].over {
 			f.State = "ended"
 		}
-		f.Copied, f.Bypassed, f.Queued = n.copied[i], n.bypassed[i], min(n.queued[i], n.copied[i]+n.bypassed[i])
+		f.Copied, f.Queued = n.copied[i], n.queued[i]
+		if !n.uncounted[i] {
+			f.Bypassed, f.Queued = &n.bypassed[i], min(n.queued[i], n.copied[i]+n.bypassed[i])
+		}
 	}
 	return d
 }

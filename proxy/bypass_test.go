@@ -3,12 +3,15 @@ package proxy
 import (
 	"errors"
 	"io"
+	"math"
 	"net"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"shunt/splice"
 )
@@ -19,6 +22,8 @@ type fakeBypass struct {
 	calls   []string
 	decline splice.Reason // of Claim
 	refuse  splice.Reason // of Pair
+	// uncounted is said of both directions.
+	uncounted bool
 }
 
 func (b *fakeBypass) note(s string) {
@@ -99,7 +104,7 @@ func (r *fakeRoute) Stats() (s splice.RouteStats) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for d := range s {
-		s[d] = splice.DirectionStats{Bypassed: r.n[d], Forwarded: 1, VerdictRuns: 2, Waits: 3, Direct: true}
+		s[d] = splice.DirectionStats{Bypassed: r.n[d], Uncounted: r.b.uncounted, Forwarded: 1, VerdictRuns: 2, Waits: 3, Direct: true}
 	}
 	return s
 }
@@ -159,6 +164,33 @@ func TestHalfOpenTimeoutEndsBypassedConnections(t *testing.T) {
 	expectEOF(t, service)
 	expectReset(t, client)
 	r.ended(causeHalfOpen)
+}
+
+func TestUncountedBytesAreUnknownNotNone(t *testing.T) {
+	const idle = 100 * time.Millisecond
+	r := newRig(t, &fakeBypass{uncounted: true}, onListener(func(l *Listener) { l.IdleTimeout = idle }))
+	client, service := r.pair()
+	send(t, client, []byte("123"))
+	expect(t, service, "123")
+	for _, c := range r.srv.Connections() {
+		if c.Upward.Bypassed != nil || c.Downward.Bypassed != nil {
+			t.Errorf("/connections gives a figure: %+v", c)
+		}
+	}
+	if v := r.metrics()[`shunt_bytes_total{direction="upstream",listener="web",path="bypass"}`]; !math.IsNaN(v) {
+		t.Errorf("/metrics: %v, want NaN", v)
+	}
+	// What isn't seen to move may be moving: no idle timeout.
+	time.Sleep(3 * idle)
+	send(t, client, []byte("456"))
+	expect(t, service, "456")
+	client.CloseWrite()
+	expectEOF(t, service)
+	service.Close()
+	r.ended(causeClientFIN)
+	if out := r.log.String(); !strings.Contains(out, `"upstream_bypassed":null`) {
+		t.Errorf("the access log gives a figure:\n%s", out)
+	}
 }
 
 func TestBypassedDirectionsAreParked(t *testing.T) {

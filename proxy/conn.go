@@ -743,6 +743,7 @@ func (c *conn) countsLocked() (n counts) {
 	for d := range n.copied {
 		n.copied[d] = c.flows[d].copied.Load() + s[d].Forwarded
 		n.bypassed[d] = s[d].Bypassed
+		n.uncounted[d] = s[d].Uncounted
 		n.runs += s[d].VerdictRuns
 		n.waits += s[d].Waits
 		n.queued[d] = s[d].Queued

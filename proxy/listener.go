@@ -463,12 +463,14 @@ type counts struct {
 	runs, waits      uint64
 	queued           [2]uint64
 	direct           [2]bool
+	uncounted        [2]bool // bypassed is only a part
 }
 
 func (c *counts) add(o counts) {
 	for d := range c.copied {
 		c.copied[d] += o.copied[d]
 		c.bypassed[d] += o.bypassed[d]
+		c.uncounted[d] = c.uncounted[d] || o.uncounted[d]
 	}
 	c.runs += o.runs
 	c.waits += o.waits

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"math"
 	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -132,7 +133,11 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		}
 		for _, d := range []splice.Direction{splice.Up, splice.Down} {
 			counter(m.bytes, h.copied[d], name, d.String(), "copy")
-			counter(m.bytes, h.bypassed[d], name, d.String(), "bypass")
+			bypassed := float64(h.bypassed[d])
+			if h.uncounted[d] {
+				bypassed = math.NaN() // unknown
+			}
+			ch <- prometheus.MustNewConstMetric(m.bytes, prometheus.CounterValue, bypassed, name, d.String(), "bypass")
 		}
 		for _, r := range splice.Reasons {
 			counter(m.declined, p.declined[r], name, string(r))
@@ -186,6 +191,7 @@ func (c *counts) raise(o counts) {
 	for d := range c.copied {
 		c.copied[d] = max(c.copied[d], o.copied[d])
 		c.bypassed[d] = max(c.bypassed[d], o.bypassed[d])
+		c.uncounted[d] = c.uncounted[d] || o.uncounted[d]
 	}
 	c.runs = max(c.runs, o.runs)
 	c.waits = max(c.waits, o.waits)

@@ -110,6 +110,10 @@ func (c *conn) lookLocked(now time.Time) {
 		for d := range n.copied {
 			// A queue that shrinks is a reader that reads.
 			s.other += n.copied[d] + 2*n.bypassed[d] - n.queued[d]
+			// What can't be seen to stand still counts as moving, until its sender has finished.
+			if n.uncounted[d] && !c.flows[d].over {
+				c.moved(now)
+			}
 		}
 		if s.other != c.seen.other {
 			c.moved(now)

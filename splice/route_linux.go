@@ -301,6 +301,11 @@ func (r *Route) bypassed(d Direction, seen map[uint64]view) uint64 {
 	}
 }
 
+// uncounted says whether sends of a direction pass by every counter.
+func (r *Route) uncounted(d Direction) bool {
+	return r.k.mode == bpf.ShuntModeMODE_PERMANENT && atomic.LoadUint64(&r.p.Flow[d].Granted) != 0
+}
+
 // Stats reads the counters.
 func (r *Route) Stats() RouteStats {
 	if s := r.final.Load(); s != nil {
@@ -315,6 +320,7 @@ func (r *Route) stats(seen map[uint64]view) (s RouteStats) {
 		f := &r.p.Flow[d]
 		s[d] = DirectionStats{
 			Bypassed:    r.bypassed(d, seen),
+			Uncounted:   r.uncounted(d),
 			Forwarded:   r.forwarded(d),
 			VerdictRuns: atomic.LoadUint64(&f.Runs),
 			Passed:      atomic.LoadUint64(&f.Passed),

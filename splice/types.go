@@ -81,6 +81,10 @@ type Ahead struct {
 type DirectionStats struct {
 	// Bypassed is the bytes that the application's own sends put into the receiver's queue.
 	Bypassed uint64
+	// Uncounted is true from the first send on that went direct under
+	// VerdictPermanent: nothing in the kernel counts what follows, and Bypassed is
+	// the part that is known.
+	Uncounted bool
 	// Forwarded is the bytes that came over TCP and that shunt wrote on.
 	Forwarded uint64
 	// VerdictRuns is how often the verdict ran for the sending application.
