@@ -1092,7 +1092,7 @@ func TestTinySendsAreBoundedByTheirMemory(t *testing.T) {
 			l := newLoop(t, k)
 			from, to := l.ends(d)
 			sent, quiet := 0, 0
-			for quiet < 20 && sent < 4<<20 {
+			for quiet < 20 && sent < short(4<<20) {
 				n, err := sendNow(from, []byte{byte(sent)})
 				sent += n
 				if errors.Is(err, unix.EAGAIN) {
