@@ -163,6 +163,8 @@ func (k *Kernel) selfTest(r *Report, cgroup *os.File) bool {
 	r.FIONREAD = err == nil
 	r.compare("FIONREAD", err, "counts redirected bytes")
 	r.compare("blocking recv", l.checkBlockingRecv(), "goes on waiting when a signal was handled")
+	r.compare("MSG_WAITALL", l.checkWaitAll(), "recv waits for all of it")
+	r.compare("splice(2) read", l.checkSpliceRead(), "takes redirected bytes")
 	if k.mode != bpf.ShuntModeMODE_PERMANENT {
 		ok = r.add("bounded queue", true, l.both(func(d Direction) error { return l.checkBound(k, d) }),
 			"over the limit the sender is held back, and is direct again afterwards") && ok
@@ -294,15 +296,11 @@ func (l *loop) checkFIONREAD(d Direction) error {
 // for sockmap members waits once, and makes EAGAIN of any wake-up without data.
 func (l *loop) checkBlockingRecv() error {
 	return withFD(l.client, func(fd int) error {
-		if err := unix.SetNonblock(fd, false); err != nil {
+		restore, err := blocking(fd)
+		if err != nil {
 			return err
 		}
-		defer unix.SetNonblock(fd, true)
-		bound := unix.NsecToTimeval(int64(selfTestTimeout))
-		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &bound); err != nil {
-			return err
-		}
-		defer unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{})
+		defer restore()
 		tid := make(chan int)
 		got := make(chan error, 1)
 		go func() {
@@ -324,7 +322,7 @@ func (l *loop) checkBlockingRecv() error {
 		if _, err := l.service.Write([]byte{1}); err != nil {
 			return err
 		}
-		err := <-got
+		err = <-got
 		if err == nil {
 			return nil
 		}
@@ -428,6 +426,110 @@ func (l *loop) checkPermanent(k *Kernel) error {
 		return fmt.Errorf("this kernel does not have the flag: %d verdict runs for 3 sends", n)
 	}
 	return nil
+}
+
+// checkWaitAll asks for more than is there, and sends the rest when recv waits.
+func (l *loop) checkWaitAll() error {
+	return withFD(l.client, func(fd int) error {
+		restore, err := blocking(fd)
+		if err != nil {
+			return err
+		}
+		defer restore()
+		const all = 200
+		if _, err := l.service.Write(pattern(all/2, 1)); err != nil {
+			return err
+		}
+		type result struct {
+			n   int
+			err error
+		}
+		b := make([]byte, all)
+		// Signals of the runtime may end the wait before all is there.
+		recv := func(from int) (got result) {
+			got.n, _, got.err = unix.Recvfrom(fd, b[from:], unix.MSG_WAITALL)
+			got.n = max(got.n, 0)
+			return got
+		}
+		first := make(chan result, 1)
+		go func() { first <- recv(0) }()
+		var got result
+		returned := false
+		select {
+		case got = <-first:
+			returned = true
+		case <-time.After(100 * time.Millisecond):
+		}
+		if _, err := l.service.Write(pattern(all, 1)[all/2:]); err != nil {
+			return err
+		}
+		if !returned {
+			got = <-first
+		}
+		short := got.n
+		for deadline := time.Now().Add(selfTestTimeout); got.n < all; {
+			if got.err != nil && got.err != unix.EAGAIN && got.err != unix.EINTR || time.Now().After(deadline) {
+				return fmt.Errorf("recv: %w", got.err)
+			}
+			more := recv(got.n)
+			got.n, got.err = got.n+more.n, more.err
+		}
+		if !bytes.Equal(b, pattern(all, 1)) {
+			return errors.New("other bytes")
+		}
+		if short < all {
+			return errors.New("returns short, with what is there")
+		}
+		return nil
+	})
+}
+
+// checkSpliceRead moves what waits into a pipe, which kernels don't do for sockmap members.
+func (l *loop) checkSpliceRead() error {
+	const size = 100
+	if _, err := l.service.Write(pattern(size, 2)); err != nil {
+		return err
+	}
+	var pipe [2]int
+	if err := unix.Pipe2(pipe[:], unix.O_CLOEXEC|unix.O_NONBLOCK); err != nil {
+		return err
+	}
+	defer unix.Close(pipe[0])
+	defer unix.Close(pipe[1])
+	var n int64
+	var err error
+	cerr := withFD(l.client, func(fd int) error {
+		n, err = unix.Splice(fd, nil, pipe[1], nil, size, unix.SPLICE_F_NONBLOCK)
+		n = max(n, 0)
+		return nil
+	})
+	if cerr != nil {
+		return cerr
+	}
+	if _, err := io.ReadFull(l.client, make([]byte, size-n)); err != nil {
+		return err
+	}
+	if n != size {
+		return fmt.Errorf("sees %d of %d redirected bytes (%v): programs that read their socket by splice(2) need bypass = \"off\"", n, size, err)
+	}
+	return nil
+}
+
+// blocking makes a socket block, for at most selfTestTimeout, until restore is called.
+func blocking(fd int) (restore func(), err error) {
+	if err := unix.SetNonblock(fd, false); err != nil {
+		return nil, err
+	}
+	bound := unix.NsecToTimeval(int64(selfTestTimeout))
+	restore = func() {
+		_ = unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{})
+		_ = unix.SetNonblock(fd, true)
+	}
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &bound); err != nil {
+		restore()
+		return nil, err
+	}
+	return restore, nil
 }
 
 func (l *loop) checkSurvey(k *Kernel) error {

@@ -131,28 +131,155 @@ func skipReason(out string) string {
 	return "no reason"
 }
 
-// check finds a check of the probe by its name.
-func check(r *splice.Report, name string) string {
-	if r == nil {
-		return "?"
-	}
-	for _, c := range r.Checks {
-		if c.Name == name {
-			if c.OK {
-				return "yes"
+// check says how a check of the probe came out: in the words that are given
+// for ok and for any other result.
+func (r *result) check(name, yes, no string) string {
+	if r.report != nil {
+		for _, c := range r.report.Checks {
+			if c.Name != name {
+				continue
 			}
-			return "no"
+			if c.Result == splice.ResultOK {
+				return yes
+			}
+			return no
 		}
 	}
 	return "-"
 }
 
+// group counts the tests of a rule: those whose names begin with one of the prefixes.
+func (r *result) group(prefixes ...string) string {
+	var passed, failed, skipped int
+	for _, t := range r.tests {
+		for _, p := range prefixes {
+			if !strings.HasPrefix(t.Name, p) {
+				continue
+			}
+			switch t.Result {
+			case "pass":
+				passed++
+			case "skip":
+				skipped++
+			default:
+				failed++
+			}
+			break
+		}
+	}
+	switch {
+	case failed > 0:
+		return fmt.Sprintf("%d FAILED", failed)
+	case passed == 0:
+		return "-"
+	case skipped > 0 && (r.report == nil || !r.report.Possible):
+		return "copied"
+	}
+	return "ok"
+}
+
+// The rules of the table, by the tests of both suites that check them.
+var rules = []struct {
+	name     string
+	prefixes []string
+}{
+	{"content, order", []string{"TestStreamsArriveWhole", "TestEverySize", "TestEchoKeepsOrder", "TestCutover", "TestManySends", "TestManyWriters", "TestCounts"}},
+	{"bounded queue", []string{"TestSlowReader", "TestTinySends", "TestCorkedSender"}},
+	{"close", []string{"TestQueuedBytesOutlive", "TestSenderMeets", "TestHalfClose", "TestService", "TestResetStays", "TestCleanEnd", "TestLateLarge", "TestWriteAndEnd", "TestEndComes", "TestBothHalf", "TestPeerFinished", "TestTrickle", "TestSilent"}},
+	{"namespaces, NAT, cgroups", []string{"TestNamespace", "TestListenersOf", "TestWildcard", "TestTranslated", "TestCgroup", "TestWhichClients", "TestNoCgroup"}},
+	{"VSOCK", []string{"TestSocatVsock"}},
+}
+
 // summary is the table of all kernels.
 func summary(results []*result, how string) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "| suite | kernel | bypass | verdict |\n|---|---|---|---|\n")
+	b.WriteString("# Kernels\n\nWritten by `make test-kernels`; the list is [kernels.list](kernels.list). ")
+	fmt.Fprintf(&b, "These guests were run by %s.\n\n", how)
+	b.WriteString("## What the kernel does\n\nAs `shunt probe` in the guest says; the verdict is what `auto` chose.\n\n")
+	b.WriteString("| kernel | suite | bypass | verdict | `permanent` | FIONREAD | MSG_PEEK | MSG_WAITALL | splice(2) read | kTLS refused | known faults |\n|---|---|---|---|---|---|---|---|---|---|---|\n")
 	for _, r := range results {
-		fmt.Fprintf(&b, "| %s | %s |\n", r.kernel.suite, r.kernel.pkg)
+		if r.report == nil {
+			continue
+		}
+		bypass, verdict := "yes", string(r.report.Verdict)
+		if !r.report.Possible {
+			bypass, verdict = "no: "+r.report.Reason, "-"
+		}
+		faults := "-"
+		for _, f := range r.report.Known {
+			what := "bypass"
+			if f.Verdict != "" {
+				what = "`" + string(f.Verdict) + "`"
+			}
+			if faults == "-" {
+				faults = ""
+			} else {
+				faults += "; "
+			}
+			faults += fmt.Sprintf("%s: \"%s\"", what, f.Commit)
+		}
+		tls := "-"
+		for _, c := range r.report.Checks {
+			if c.Name == "kTLS refused" {
+				tls, _, _ = strings.Cut(c.Detail, " (")
+			}
+		}
+		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", r.name(), r.kernel.suite, bypass, verdict,
+			r.check("verdict permanent", "yes", "declined"), r.check("FIONREAD", "right", "wrong"), r.check("MSG_PEEK and poll", "ok", "FAILED"),
+			r.check("MSG_WAITALL", "whole", "short"), r.check("splice(2) read", "ok", "sees nothing"), tls, faults)
+	}
+	b.WriteString("\n## The tests\n\nThe test binaries of `splice` and of `test` (end to end), sizes divided by " + scale + ". Where the bypass is impossible everything must be copied, and the tests of the bypass are skipped with the probe's reason.\n\n")
+	b.WriteString("| kernel | splice: passed, failed, skipped | end to end: passed, failed, skipped |")
+	for _, rule := range rules {
+		fmt.Fprintf(&b, " %s |", rule.name)
+	}
+	b.WriteString(" kernel warnings |\n|---|---|---|" + strings.Repeat("---|", len(rules)) + "---|\n")
+	for _, r := range results {
+		if r.missing != nil {
+			continue
+		}
+		fmt.Fprintf(&b, "| %s |", r.name())
+		for _, suite := range []string{"splice", "end to end"} {
+			passed, failed, skipped := r.count(suite)
+			fmt.Fprintf(&b, " %d, %d, %d |", passed, failed, skipped)
+		}
+		for _, rule := range rules {
+			fmt.Fprintf(&b, " %s |", r.group(rule.prefixes...))
+		}
+		warnings := "none"
+		if len(r.warnings) > 0 {
+			warnings = fmt.Sprintf("%d: %s", len(r.warnings), cell(r.warnings[0]))
+		}
+		if r.died != nil {
+			warnings += "; " + cell(r.died.Error())
+		}
+		fmt.Fprintf(&b, " %s |\n", warnings)
+	}
+	first := true
+	for _, r := range results {
+		if r.missing == nil {
+			continue
+		}
+		if first {
+			b.WriteString("\n## Not to be had\n\n")
+			first = false
+		}
+		fmt.Fprintf(&b, "* %s: %v\n", r.kernel, r.missing)
 	}
 	return b.String()
+}
+
+// name is the kernel's version, as the distribution's package has it.
+func (r *result) name() string {
+	if r.kernel.built != "" {
+		release, _, _ := strings.Cut(r.uname, " ")
+		return release
+	}
+	return r.kernel.version
+}
+
+// cell makes one line of a text, for a table.
+func cell(s string) string {
+	s, _, _ = strings.Cut(strings.ReplaceAll(s, "|", "/"), "\n")
+	return s
 }
