@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"os"
 	"os/exec"
 	"slices"
@@ -136,16 +135,4 @@ func SkipForFault(t testing.TB, p Path, word string) {
 			t.Skipf("known fault of this kernel, where the bypass is declined unless asked for: %s is missing", f.Commit)
 		}
 	}
-}
-
-// NeedVeth skips the test on kernels that can't join two namespaces.
-func NeedVeth(t testing.TB) {
-	t.Helper()
-	NeedRoot(t)
-	NeedProgram(t, "ip")
-	name := fmt.Sprintf("vq%d", os.Getpid()%1000000)
-	if err := ip("link", "add", name, "type", "veth", "peer", "name", name+"p"); err != nil {
-		Missing(t, AbilityRoot, "veth: "+err.Error())
-	}
-	_ = ip("link", "delete", name)
 }

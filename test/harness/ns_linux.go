@@ -39,6 +39,18 @@ func NewNetns(t testing.TB) *Netns {
 	return ns
 }
 
+// NeedVeth skips the test on kernels that can't join two namespaces.
+func NeedVeth(t testing.TB) {
+	t.Helper()
+	NeedRoot(t)
+	NeedProgram(t, "ip")
+	name := fmt.Sprintf("vq%d", os.Getpid()%1000000)
+	if err := ip("link", "add", name, "type", "veth", "peer", "name", name+"p"); err != nil {
+		Missing(t, AbilityRoot, "veth: "+err.Error())
+	}
+	_ = ip("link", "delete", name)
+}
+
 // MakeNetns is NewNetns outside of tests.
 func MakeNetns() (ns *Netns, remove func(), err error) {
 	name := fmt.Sprintf("shunt-%d-%d", os.Getpid(), netnsCount.Add(1))
