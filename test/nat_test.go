@@ -137,37 +137,3 @@ func TestTranslatedService(t *testing.T) {
 		})
 	}
 }
-
-func TestCgroupHierarchiesOfEveryKind(t *testing.T) {
-	// Hybrid hosts have cgroup2 elsewhere, others have only v1 mounts: shunt finds the one, and makes up for the other.
-	if testing.Short() {
-		t.Skip("end-to-end test, not run with -short")
-	}
-	NeedRoot(t)
-	NeedBypass(t)
-	NeedProgram(t, "unshare")
-	const bare = `umount -l /sys/fs/cgroup; mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/v1 /sys/fs/cgroup/unified && `
-	const v1 = `mount -t cgroup -o none,name=shunt-test none /sys/fs/cgroup/v1 && `
-	for _, c := range []struct{ name, mounts string }{
-		{"unified", ""},
-		{"hybrid", bare + v1 + `mount -t cgroup2 none /sys/fs/cgroup/unified && `},
-		{"v1 only", bare + v1},
-		{"none", bare},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			run := []string{"unshare", "--mount", "--", "sh", "-c", c.mounts + `exec "$@"`, "sh"}
-			if out, err := exec.Command(run[0], append(run[1:], "true")...).CombinedOutput(); err != nil {
-				t.Skipf("missing mounts of this kind: %v: %s", err, out)
-			}
-			cfg := Configure(Every, fmt.Sprintf("127.0.0.1:%d", Port(t, nil)), Serve(t, echo).Addr)
-			s := StartShunt(t, cfg, Launch{Prefix: run})
-			f := &Front{Path: Every, Addr: cfg.Listeners[0].Listen, Shunt: s}
-			for range 3 {
-				if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
-					t.Fatal(err)
-				}
-			}
-			f.CheckPath(t, 60_000, 60_000, 0.8)
-		})
-	}
-}

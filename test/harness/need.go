@@ -38,22 +38,15 @@ func Missing(t testing.TB, ability, what string) {
 	t.Skipf("missing %s", what)
 }
 
-var probe = sync.OnceValues(func() (string, error) {
-	bin, err := Build()
-	if err != nil {
-		return "", err
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-	defer cancel()
-	out, err := exec.CommandContext(ctx, bin, "probe").CombinedOutput()
-	return string(out), err
-})
-
 // NeedBypass skips the test where "shunt probe" says that only copying is possible.
 func NeedBypass(t testing.TB) {
 	t.Helper()
-	if out, err := probe(); err != nil {
-		Missing(t, AbilityBypass, "the bypass: shunt probe: "+err.Error()+"\n"+out)
+	r, err := report()
+	switch {
+	case err != nil:
+		Missing(t, AbilityBypass, "the bypass: shunt probe: "+err.Error())
+	case !r.Possible:
+		Missing(t, AbilityBypass, "the bypass: "+r.Reason)
 	}
 }
 
@@ -81,6 +74,7 @@ func NeedProgram(t testing.TB, names ...string) string {
 // Report is what "shunt probe --json" says of this machine, as far as tests want to know.
 type Report struct {
 	Possible    bool   `json:"possible"`
+	Reason      string `json:"reason"`
 	Verdict     string `json:"verdict"`
 	QueueBudget int64  `json:"queue_budget"`
 	FIONREAD    bool   `json:"fionread"`
@@ -93,6 +87,16 @@ type Report struct {
 		Commit  string `json:"commit"`
 		Verdict string `json:"verdict"`
 	} `json:"known_faults"`
+}
+
+// FaultOfBypass is the commit that the running kernel's bypass lacks, or empty.
+func (r Report) FaultOfBypass() string {
+	for _, f := range r.Known {
+		if f.Verdict == "" {
+			return f.Commit
+		}
+	}
+	return ""
 }
 
 var report = sync.OnceValues(func() (r Report, _ error) {

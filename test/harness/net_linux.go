@@ -13,7 +13,7 @@ import (
 )
 
 // Patience bounds each connection of a test: whatever takes longer hangs.
-const Patience = 60 * time.Second
+var Patience = patient(60 * time.Second)
 
 // A Service is a TCP server inside of the test process.
 type Service struct {

@@ -102,7 +102,7 @@ func (p *Process) Done() <-chan struct{} { return p.done }
 
 // Wait waits for the process to end by itself.
 func (p *Process) Wait(limit time.Duration) error {
-	timer := time.NewTimer(limit)
+	timer := time.NewTimer(patient(limit))
 	defer timer.Stop()
 	select {
 	case <-p.done:

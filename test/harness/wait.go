@@ -16,7 +16,7 @@ func Until(t testing.TB, limit time.Duration, what string, ok func() error) {
 
 // Poll calls ok until it returns nil, for at most limit, and returns its last error.
 func Poll(limit time.Duration, ok func() error) error {
-	deadline := time.Now().Add(limit)
+	deadline := time.Now().Add(patient(limit))
 	pause := time.Millisecond
 	for {
 		err := ok()
@@ -44,7 +44,7 @@ func Within(t testing.TB, limit time.Duration, what string, f func() error) {
 func WithinErr(limit time.Duration, f func() error) error {
 	done := make(chan error, 1)
 	go func() { done <- f() }()
-	timer := time.NewTimer(limit)
+	timer := time.NewTimer(patient(limit))
 	defer timer.Stop()
 	select {
 	case err := <-done:

@@ -23,7 +23,7 @@ import (
 var modules = []string{
 	"veth", "inet_diag", "tcp_diag", "unix_diag", "tls",
 	"vsock_loopback",
-	"nft_chain_nat", "nft_nat", "nft_redir", "nft_ct",
+	"nft_chain_nat", "nft_nat", "nft_redir", "nft_masq",
 }
 
 // programs of the host that go into the guest, with their libraries; those

@@ -18,6 +18,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -203,7 +204,7 @@ func run(ctx context.Context, f flags) (int, error) {
 
 // choose returns the kernels that the flags ask for.
 func choose(root, cache string, f flags) ([]kernel, error) {
-	built := kernel{suite: "built", pkg: "permanent", built: permanentImage(cache)}
+	built := kernel{suite: "built", pkg: "permanent", version: "6.1", built: permanentImage(cache)}
 	_, noBuilt := os.Stat(built.built)
 	if f.permanent {
 		if noBuilt != nil {
@@ -309,7 +310,7 @@ func (m *machine) run(ctx context.Context, r *result, image string, mods []strin
 		return
 	}
 	defer os.Remove(rd)
-	g := guest{image: image, initramfs: rd, accel: m.accel, cpus: m.f.cpus, mib: memory, dir: dir, limit: limit, each: r.record}
+	g := guest{image: image, initramfs: rd, accel: m.accel, version: r.kernel.version, cpus: m.f.cpus, mib: memory, dir: dir, limit: limit, each: r.record}
 	if r.kernel.built != "" {
 		g.params = "kmemleak=on slub_debug=FZPU,TCP,TCPv6,kmalloc-1k,kmalloc-2k"
 	}
@@ -319,16 +320,29 @@ func (m *machine) run(ctx context.Context, r *result, image string, mods []strin
 // scale makes the tests smaller, to what an emulated processor can do.
 const scale = "64"
 
+// endToEnd are the tests of the end-to-end suite that are about what kernels
+// do, and not about shunt's own options, other programs or great numbers.
+var endToEnd = []string{
+	"EverySize", "EchoKeepsOrder", "CutoverKeeps", "ManyWriters", "ServerSpeaksFirst", "ReceiverSees", "WaitAll",
+	"SlowReader", "VerdictRuns", "AutoDeclines",
+	"HalfCloseOutlives", "ServiceEnd", "ResetStays", "CleanEnd", "LateLarge", "EndComes", "BothHalf", "PeerFinished", "KilledShunt",
+	"NamespaceTo", "ListenersOf", "Wildcard", "Translated", "Hierarchies", "OriginalDst", "Transparent",
+	"SocketOfAnother", "EnrolledSocket", "MPTCP", "KTLS", "BySplice", "Vsock",
+}
+
 // jobsFor are the test binaries that a kernel's guest runs.
 func jobsFor(f flags, k kernel) []record.Job {
 	env := []string{"SHUNT_TEST_BIN=/bin/shunt", "SHUNT_TEST_SCALE=" + scale, "GOMAXPROCS=2"}
-	end := record.Job{Suite: "end to end", Binary: "/tests/end.test", Dir: "/src/test", Env: env, Seconds: 240}
-	splice := record.Job{Suite: "splice", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 120}
+	end := record.Job{Suite: "end to end", Binary: "/tests/end.test", Dir: "/src/test", Env: env, Seconds: 420}
+	splice := record.Job{Suite: "splice", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 240}
 	splice.Args = []string{"-test.short"}
 	if f.quick && f.tests == "" {
 		// What differs most between kernels.
-		splice.Args = append(splice.Args, "-test.run=Probe|Known|Permanent|Cutover|SlowReader|QueuedBytes|SenderMeets|WhichClients|TLS")
-		end.Args = append(end.Args, "-test.run=EchoKeepsOrder|ReceiverSees|WaitAll|ResetStays|ServiceEnd|ListenersOf|Translated|Hierarchies|NamespaceTo|Vsock|MPTCP")
+		splice.Args = append(splice.Args, "-test.run=Known|Permanent|CutoverKeeps|QueuedBytes|SenderMeets|TLS")
+		end.Args = append(end.Args, "-test.run=EchoKeepsOrder|ReceiverSees|AutoDeclines|TranslatedClient|Hierarchies|NamespaceTo|Vsock|MPTCPService")
+	}
+	if !f.quick && f.tests == "" {
+		end.Args = append(end.Args, "-test.run="+strings.Join(endToEnd, "|"))
 	}
 	if f.tests != "" {
 		end.Args = append(end.Args, "-test.run="+f.tests)

@@ -157,8 +157,9 @@ func work() int {
 	}
 	kmsg := follow(p)
 
-	probe(p)
+	paths := "SHUNT_TEST_PATHS=off," + probe(p)
 	for _, j := range plan.Jobs {
+		j.Env = append(j.Env, paths)
 		begin := time.Now()
 		if err := run(p, j); err != nil {
 			p.note("%s: %v", j.Suite, err)
@@ -184,7 +185,10 @@ func load(path string) error {
 	return nil
 }
 
-func probe(p *port) {
+// probe asks shunt what this kernel can do, and returns the verdict that it chose, or one to be declined.
+func probe(p *port) (verdict string) {
+	verdict = "every"
+
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "/bin/shunt", "probe", "--json")
@@ -193,11 +197,19 @@ func probe(p *port) {
 	err := cmd.Run()
 	if !json.Valid(out.Bytes()) {
 		p.note("probe: %v: %s%s", err, out.Bytes(), stderr.Bytes())
-		return
+		return verdict
+	}
+	var report struct {
+		Possible bool
+		Verdict  string
+	}
+	if json.Unmarshal(out.Bytes(), &report) == nil && report.Possible {
+		verdict = report.Verdict
 	}
 	var one bytes.Buffer
 	_ = json.Compact(&one, out.Bytes())
 	p.say(record.Record{Kind: record.Probe, JSON: one.Bytes()})
+	return verdict
 }
 
 // event is a line of test2json's.
