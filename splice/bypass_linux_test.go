@@ -185,7 +185,7 @@ func TestStreamsArriveWhole(t *testing.T) {
 	eachVerdict(t, func(t *testing.T, k *Kernel) {
 		for i, size := range []int{1, 64<<10 - 1, 64 << 10, 64<<10 + 1, short(8 << 20), short(64 << 20)} {
 			for _, chunk := range []int{100, 16 << 10, 1 << 20} {
-				if size/chunk > 100_000 {
+				if size/chunk > short(100_000) {
 					continue
 				}
 				t.Run(fmt.Sprintf("%d by %d", size, chunk), func(t *testing.T) {

@@ -320,36 +320,48 @@ func (m *machine) run(ctx context.Context, r *result, image string, mods []strin
 // scale makes the tests smaller, to what an emulated processor can do.
 const scale = "64"
 
-// endToEnd are the tests of the end-to-end suite that are about what kernels
-// do, and not about shunt's own options, other programs or great numbers.
-var endToEnd = []string{
-	"EverySize", "EchoKeepsOrder", "CutoverKeeps", "ManyWriters", "ServerSpeaksFirst", "ReceiverSees", "WaitAll",
-	"SlowReader", "VerdictRuns", "AutoDeclines",
-	"HalfCloseOutlives", "ServiceEnd", "ResetStays", "CleanEnd", "LateLarge", "EndComes", "BothHalf", "PeerFinished", "KilledShunt",
-	"NamespaceTo", "ListenersOf", "Wildcard", "Translated", "Hierarchies", "OriginalDst", "Transparent",
-	"SocketOfAnother", "EnrolledSocket", "MPTCP", "KTLS", "BySplice", "Vsock",
-}
+// The tests of the end-to-end suite that are about what kernels do, and not
+// about shunt's own options, other programs or great numbers.
+var (
+	// quickTests are of those what differs most between kernels.
+	quickTests = []string{"EchoKeepsOrder", "ReceiverSees", "AutoDeclines", "BothHalf", "Vsock"}
+	// allKernels run on every kernel.
+	allKernels = append([]string{"CutoverKeeps", "ManyWriters", "ServerSpeaksFirst", "WaitAll", "ServiceEnd", "EndComes",
+		"PeerFinished", "KilledShunt", "MPTCPService", "KTLS"}, quickTests...)
+	// twoKernels run on the oldest and the newest that have the bypass: the
+	// addresses, namespaces and hierarchies that shunt meets.
+	twoKernels = append([]string{"NamespaceTo", "ListenersOf", "Wildcard", "Translated", "Hierarchies", "SlowReader", "ResetStays"}, allKernels...)
+)
 
 // jobsFor are the test binaries that a kernel's guest runs.
 func jobsFor(f flags, k kernel) []record.Job {
 	env := []string{"SHUNT_TEST_BIN=/bin/shunt", "SHUNT_TEST_SCALE=" + scale, "GOMAXPROCS=2"}
+	splice := record.Job{Suite: "splice", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 300, Args: []string{"-test.short"}}
 	end := record.Job{Suite: "end to end", Binary: "/tests/end.test", Dir: "/src/test", Env: env, Seconds: 420}
-	splice := record.Job{Suite: "splice", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 240}
-	splice.Args = []string{"-test.short"}
-	if f.quick && f.tests == "" {
-		// What differs most between kernels.
-		splice.Args = append(splice.Args, "-test.run=Known|Permanent|CutoverKeeps|QueuedBytes|SenderMeets|TLS")
-		end.Args = append(end.Args, "-test.run=EchoKeepsOrder|ReceiverSees|AutoDeclines|TranslatedClient|Hierarchies|NamespaceTo|Vsock|MPTCPService")
+	tests, own := strings.Join(allKernels, "|"), ""
+	switch {
+	case f.tests != "":
+		tests, own = f.tests, f.tests
+	case f.quick:
+		tests, own = strings.Join(quickTests, "|"), "Known|Permanent|CutoverKeeps|QueuedBytes|SenderMeets|TLS"
+	case k.quick:
+		tests = strings.Join(twoKernels, "|")
+		end.Seconds *= 2
 	}
-	if !f.quick && f.tests == "" {
-		end.Args = append(end.Args, "-test.run="+strings.Join(endToEnd, "|"))
+	end.Args = append(end.Args, "-test.run="+tests)
+	if own != "" {
+		splice.Args = append(splice.Args, "-test.run="+own)
 	}
-	if f.tests != "" {
-		end.Args = append(end.Args, "-test.run="+f.tests)
-		splice.Args = append(splice.Args, "-test.run="+f.tests)
+	jobs := []record.Job{splice, end}
+	if k.built != "" {
+		// At full size.
+		jobs = append(jobs, record.Job{Suite: "permanent", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 900,
+			Args: []string{"-test.run=Permanent", "-test.timeout=15m"}})
 	}
-	if f.seconds > 0 {
-		end.Seconds, splice.Seconds = f.seconds, f.seconds
+	for i := range jobs {
+		if f.seconds > 0 {
+			jobs[i].Seconds = f.seconds
+		}
 	}
-	return []record.Job{splice, end}
+	return jobs
 }

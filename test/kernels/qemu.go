@@ -152,7 +152,7 @@ func chooseAccel(ctx context.Context, g guest) (accel, string) {
 		return tcg, fmt.Sprintf("emulation (%v)", err)
 	}
 	f.Close()
-	g.accel, g.limit = kvm, 15*time.Second
+	g.accel, g.limit = kvm, 10*time.Second
 	if err := g.try(ctx, 0); err != nil {
 		return tcg, "emulation (KVM is there and doesn't boot a guest)"
 	}
