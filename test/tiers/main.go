@@ -47,6 +47,8 @@ type step struct {
 type tier struct {
 	name  string
 	steps []step
+	// fetched says that what is tested comes from the network: a tier like that may skip everything.
+	fetched bool
 }
 
 func tiers() []tier {
@@ -68,16 +70,19 @@ func tiers() []tier {
 		{name: "kernel", steps: []step{
 			{name: "BPF objects match their sources", argv: []string{"go", "run", "./test/objects"}},
 			{name: "tests of splice and bpf", argv: []string{"go", "test", "-count=1", "-timeout=10m", "./splice/...", "./bpf/..."}, privileged: true},
-			{name: "the oldest and the newest kernel, under QEMU", argv: []string{"sh", "-c", "test/kernels/setup.sh && go run ./test/kernels -quick"}},
 		}},
 		{name: "end to end", steps: []step{
 			{name: "end-to-end tests", argv: []string{"go", "test", "-count=1", "-timeout=14m", "./test"}},
+		}},
+		{name: "other kernels", fetched: true, steps: []step{
+			{name: "the oldest and the newest that have the bypass, under QEMU",
+				argv: []string{"sh", "-c", "test/kernels/setup.sh && go run ./test/kernels -quick"}},
 		}},
 	}
 }
 
 func main() {
-	only := flag.String("only", "", "run only the tier of this name (quick, kernel, end to end)")
+	only := flag.String("only", "", "run only the tier of this name (quick, kernel, end to end, other kernels)")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -97,7 +102,7 @@ func run(ctx context.Context, only string) int {
 		}
 		sum := runTier(ctx, t, require)
 		total.add(sum)
-		if sum.passed == 0 {
+		if sum.passed == 0 && !(t.fetched && sum.failed == 0) {
 			fmt.Printf("tier %q ran nothing\n", t.name)
 			bad = true
 		}
