@@ -2,7 +2,7 @@
 # install    the binary, the systemd units, and an example configuration where there is none; DESTDIR, PREFIX
 # uninstall  what install installed, without the configuration
 # demo       build, then the demonstration; needs Go and make only
-# test       set up the machine, then all three tiers of tests
+# test       set up the machine, then all tiers of tests; the last boots two other kernels
 # test-kernels      the tests of the bypass on kernels of Debian's, under QEMU; KERNELS="-kernel 6.12" for some
 # kernel-permanent  build the kernel with BPF_F_PERMANENT that test-kernels runs then, too
 # bench      set up the machine, then measure beside haproxy and socat; BENCH=-short for a quick round
