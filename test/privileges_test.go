@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	. "shunt/test/harness"
 )
 
@@ -39,8 +41,8 @@ func privilegedPort(t *testing.T) int {
 }
 
 // checkUnprivileged fails the test unless every thread of the process is
-// uid's, with no group but gid and no way to a capability.
-func checkUnprivileged(t *testing.T, pid, uid, gid int, bounding bool) {
+// uid's, with no group but gid and no way to a capability but those of keep.
+func checkUnprivileged(t *testing.T, pid, uid, gid int, bounding bool, keep ...uintptr) {
 	t.Helper()
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
 	if err != nil || len(files) < 2 {
@@ -49,8 +51,14 @@ func checkUnprivileged(t *testing.T, pid, uid, gid int, bounding bool) {
 	const none = "0000000000000000"
 	want := map[string]string{
 		"Uid": strings.Repeat(fmt.Sprintf("%d ", uid), 4), "Gid": strings.Repeat(fmt.Sprintf("%d ", gid), 4),
-		"CapInh": none, "CapPrm": none, "CapEff": none, "CapAmb": none, "NoNewPrivs": "1",
+		"CapInh": none, "CapAmb": none, "NoNewPrivs": "1",
 	}
+	kept := uint64(0)
+	for _, c := range keep {
+		kept |= 1 << c
+	}
+	want["CapPrm"] = fmt.Sprintf("%016x", kept)
+	want["CapEff"] = want["CapPrm"]
 	if bounding {
 		want["CapBnd"] = none
 	}
@@ -309,5 +317,30 @@ func TestAdminSocketIsItsUsersAlone(t *testing.T) {
 		if fi, err := os.Stat(sock); err != nil || fi.Mode().Perm() != 0o600 {
 			t.Errorf("%v, %v: want mode 0600", fi.Mode(), err)
 		}
+	})
+}
+
+func TestTransparentUserKeepsOneCapability(t *testing.T) {
+	OnPaths(t, []Path{Off, Every}, func(t *testing.T, p Path) {
+		NeedRoot(t)
+		s := Serve(t, func(c *net.TCPConn) error {
+			_, err := fmt.Fprint(c, c.RemoteAddr().(*net.TCPAddr).IP)
+			return err
+		})
+		f := Open(t, p, s.Addr, WithListener("transparent", "true"), WithProcess("user", `"nobody"`))
+		const client = "127.0.0.9"
+		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(client)}, Timeout: 10 * time.Second}
+		for range 3 { // sockets that the running process makes
+			c, err := d.DialContext(t.Context(), "tcp", f.Addr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = c.SetDeadline(time.Now().Add(Patience))
+			if b, err := io.ReadAll(c); err != nil || string(b) != client {
+				t.Errorf("the service sees %s, %v; want %s", b, err, client)
+			}
+			c.Close()
+		}
+		checkUnprivileged(t, f.Shunt.Pid(), nobody, nobody, true, unix.CAP_NET_RAW)
 	})
 }

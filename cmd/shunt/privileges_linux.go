@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"sync/atomic"
 
 	"github.com/rs/zerolog"
@@ -36,7 +37,7 @@ func dropPrivileges(who *identity, transparent bool, log zerolog.Logger) error {
 			if err := errors.Join(keep.SetFlag(cap.Permitted, true, c), keep.SetFlag(cap.Effective, true, c)); err != nil {
 				return fmt.Errorf("capabilities: %w", err)
 			}
-			names = append(names, c.String())
+			names = append(names, strings.ToUpper(c.String()))
 			break
 		}
 	}
