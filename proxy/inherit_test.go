@@ -251,3 +251,65 @@ func TestReloadChangesTheKeepAliveOfNewConnections(t *testing.T) {
 		eventually(t, "the connection's end", func() bool { return r.srv.liveCount() == 0 })
 	}
 }
+
+func TestUnixListenerIsHandedOver(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("missing: descriptors to hand over")
+	}
+	dir, err := os.MkdirTemp("", "px")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	path := filepath.Join(dir, "l")
+	r := newRig(t, nil, onListener(func(l *Listener) { l.Listen, l.Unix = "unix:"+path, UnixSocket{Mode: 0o600, Unlink: true} }))
+	made, err := os.Lstat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hs, err := r.srv.Sockets()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg := r.srv.cfg
+	cfg.Listeners = append([]Listener(nil), cfg.Listeners...)
+	cfg.Listeners[0].Unix.Mode = 0o660
+	for _, h := range hs {
+		in := h.Inherited
+		if in.Listener, err = net.FileListener(h.File); err != nil {
+			t.Fatal(err)
+		}
+		h.File.Close()
+		cfg.Inherited = append(cfg.Inherited, in)
+	}
+	next, err := New(cfg, nil, zerolog.New(r.log))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := next.Start(); err != nil {
+		t.Fatal(err)
+	}
+	r.srv.HandOver()
+	if err := r.srv.Shutdown(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	fi, err := os.Lstat(path)
+	if err != nil || !os.SameFile(fi, made) || fi.Mode().Perm() != 0o660 {
+		t.Fatalf("after the first server: %v, %v", fi, err)
+	}
+	c, err := net.DialTimeout("unix", path, deadline)
+	if err != nil {
+		t.Fatal(err)
+	}
+	service := r.accept()
+	send(t, c, []byte("x"))
+	expect(t, service, "x")
+	c.Close()
+	service.Close()
+	if err := next.Shutdown(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("after the last server: %v", err)
+	}
+}

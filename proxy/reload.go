@@ -34,7 +34,7 @@ func (s *Server) ReloadFailed() {
 // under their old ones, drain timeout included, also where their listener is gone.
 // An address that overlaps one that is given up is in use still.
 //
-// BypassUnsupported and FIONREADWrong stay what they were.
+// BypassUnsupported, FIONREADWrong and KernelFault stay what they were.
 func (s *Server) Reload(cfg Config) (err error) {
 	s.changing.Lock()
 	defer s.changing.Unlock()
