@@ -56,8 +56,8 @@ type Listener struct {
 	Upstreams []string
 	// Balance is how one of their addresses is chosen; the others are tried if it can't be dialled.
 	Balance Balance
-	// ResolveInterval is the greatest age of a name's addresses, and of SRV records; 0: the name of a single upstream is looked up for
-	// each connection, others every DefaultResolveInterval.
+	// ResolveInterval is the greatest age of a name's addresses, and of SRV records; 0: the name of a single upstream without
+	// health checks is looked up for each connection, others every DefaultResolveInterval.
 	ResolveInterval time.Duration
 	// Eject: see Eject.
 	Eject Eject

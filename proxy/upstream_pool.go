@@ -147,7 +147,8 @@ func newPool(l *listener, upstreams []Upstream) *pool {
 	p.set.Store(&[]member{})
 	p.settle = sync.OnceFunc(func() { close(p.settled) })
 	p.ctx, p.cancel = context.WithCancel(context.Background())
-	p.perConn = len(upstreams) == 1 && upstreams[0].kind == upstreamName && p.interval == 0
+	// Checks go on between connections, and so must what they check.
+	p.perConn = len(upstreams) == 1 && upstreams[0].kind == upstreamName && p.interval == 0 && l.cfg.Health.Interval == 0
 	if p.interval == 0 {
 		p.interval = DefaultResolveInterval
 	}
@@ -309,7 +310,7 @@ func (p *pool) refuses() bool { return p != nil && p.dead.Load() }
 func (p *pool) addresses(ctx context.Context) ([]member, error) {
 	if p.perConn {
 		p.resolveNow(ctx, p.sources[0])
-	} else {
+	} else if len(*p.set.Load()) == 0 {
 		select {
 		case <-p.settled:
 		case <-ctx.Done():

@@ -690,6 +690,43 @@ func TestResolverThatComesUpLaterIsUsed(t *testing.T) {
 	r.spread(2)
 }
 
+// TestChecksNeedLookupsBetweenConnections: else a name that moved while all its addresses were down would never be seen to.
+func TestChecksNeedLookupsBetweenConnections(t *testing.T) {
+	for _, c := range []struct {
+		upstreams        []string
+		interval, checks time.Duration
+		perConn          bool
+	}{
+		{[]string{"a:1"}, 0, 0, true},
+		{[]string{"a:1"}, time.Second, 0, false},
+		{[]string{"a:1"}, 0, time.Second, false},
+		{[]string{"a:1", "b:1"}, 0, 0, false},
+		{[]string{"srv+a"}, 0, 0, false},
+		{[]string{"127.0.0.1:1"}, 0, 0, false},
+	} {
+		l := Listener{Upstreams: c.upstreams, ResolveInterval: c.interval, Health: Health{Interval: c.checks}}
+		us, err := l.parseUpstreams()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p := newPool(&listener{cfg: l}, us); p.perConn != c.perConn {
+			t.Errorf("%+v: resolved for each connection: %v", c, p.perConn)
+		}
+	}
+	f := newFleet(t, 2)
+	f.stop(0)
+	d := harness.ServeDNS(t)
+	d.Set("web.test", f.ip(0))
+	r := newRigWith(t, newResolver([]string{d.Addr}), nil, onListener(func(l *Listener) {
+		l.Upstream, l.ResolveInterval = named(f, "web.test"), 50*time.Millisecond
+		checksOf(20 * time.Millisecond)(l)
+	}))
+	eventually(t, "all down", func() bool { return r.pool().refuses() })
+	d.Set("web.test", f.ip(1))
+	eventually(t, "the new address", func() bool { return !r.pool().refuses() })
+	r.spread(2)
+}
+
 func TestNamesThatChangeUnderLoad(t *testing.T) {
 	f := newFleet(t, 4)
 	d := harness.ServeDNS(t)
