@@ -302,3 +302,36 @@ func TestFlappingUpstreamUnderLoad(t *testing.T) {
 		}
 	})
 }
+
+// TestReloadChangesTheUpstreams: live connections stay where they are, the old pool's checks end.
+func TestReloadChangesTheUpstreams(t *testing.T) {
+	EachShuntPath(t, func(t *testing.T, p Path) {
+		rs := replicas(t, 2)
+		f := Open(t, p, "", upstreams(nil, rs[:1]), WithListener("health", `{ interval = "100ms" }`))
+		c := f.Dial(t)
+		if err := converse(c, 10, 1000); err != nil {
+			t.Fatal(err)
+		}
+		cfg := f.Shunt.Config
+		cfg.Listeners[0].Extra["upstreams"] = fmt.Sprintf("[%q]", rs[1].addr)
+		if err := f.Shunt.Rewrite(cfg); err != nil {
+			t.Fatal(err)
+		}
+		if err := f.Shunt.Reload(10 * time.Second); err != nil {
+			t.Fatal(err)
+		}
+		if err := talk(f.Addr, 10, 1000); err != nil {
+			t.Fatal(err)
+		}
+		if err := converse(c, 10, 1000); err != nil {
+			t.Fatalf("connection from before: %v", err)
+		}
+		c.Close()
+		if a, b := rs[0].talked.Load(), rs[1].talked.Load(); a != 1 || b != 1 {
+			t.Errorf("%d and %d connections, want one each", a, b)
+		}
+		if states, err := upstreamStates(f.Shunt); err != nil || len(states) != 1 || states[rs[1].addr] != "up" {
+			t.Errorf("%v, %v", states, err)
+		}
+	})
+}
