@@ -125,13 +125,17 @@ func (f *socketFile) give(uid, gid int) error {
 	}
 	defer dir.Close()
 	base := filepath.Base(f.path)
-	if uid >= 0 || gid >= 0 {
+	fi, err := dir.Lstat(base)
+	if err != nil {
+		return err
+	}
+	if u, g := ownerOf(fi); uid >= 0 && uid != u || gid >= 0 && gid != g {
 		if err := dir.Lchown(base, uid, gid); err != nil {
 			return err
 		}
 	}
 	// A system call filter may not know fchmodat2(2), and the default needs none.
-	if fi, err := dir.Lstat(base); err == nil && fi.Mode().Perm() == f.how.Mode {
+	if fi.Mode().Perm() == f.how.Mode {
 		return nil
 	}
 	return dir.Chmod(base, f.how.Mode)

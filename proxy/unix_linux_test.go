@@ -1,4 +1,0 @@
-package proxy
-
-// What Linux has beside other systems.
-const abstractSockets, credentialsKnown = true, true

@@ -1,5 +1,0 @@
-//go:build unix && !linux
-
-package proxy
-
-const abstractSockets, credentialsKnown = false, false
