@@ -97,7 +97,7 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 		if !full || f.plain {
 			continue
 		}
-		if s, ok := readTCPStats(src.sock); !ok || bytesBesideTCP(f.copied.Load(), s.received) {
+		if s, ok := readTCPStats(src.sock); !ok || bytesBesideTCP(f.copied.Load()+c.taken(d), s.received) {
 			f.plain = true
 			continue
 		}

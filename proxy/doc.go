@@ -5,7 +5,7 @@
 //
 // # The life of a connection
 //
-//	accepted     the client is connected, nothing was read or written
+//	accepted     the client is connected, nothing was read but its PROXY header
 //	dialling     the upstream's addresses are tried, one after the other
 //	copying      bytes go through this process
 //	bypassed     a Route carries the connection

@@ -339,6 +339,14 @@ func (c *conn) ahead() splice.Ahead {
 	return splice.Ahead{Taken: c.head.taken, First: c.head.first}
 }
 
+// taken is how many bytes of direction d's sender are no payload.
+func (c *conn) taken(d splice.Direction) uint64 {
+	if c.head == nil || d != splice.Up {
+		return 0
+	}
+	return c.head.taken
+}
+
 // sendHead writes the header for the upstream of a connection that is copied.
 // A fresh socket has room for it. An error comes out as the upstream's, once
 // its direction is moved: what the upstream has sent is still delivered.

@@ -2,9 +2,13 @@ package splice
 
 import (
 	"bytes"
+	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"shunt/bpf"
 )
@@ -59,6 +63,50 @@ func TestAheadComesBeforeEverySend(t *testing.T) {
 				}
 			}
 		}
+	})
+}
+
+func TestApplicationsWaitForWhatGoesAhead(t *testing.T) {
+	// The moment of Pair in which only its own write is redirected, held still.
+	eachVerdict(t, func(t *testing.T, k *Kernel) {
+		f := newFront(t, k, "127.0.0.1:0", "127.0.0.1:0")
+		c := f.dial(f.front.Addr().String())
+		a := f.accept(f.front)
+		cand, why := k.Claim(a)
+		if cand == nil {
+			t.Fatal(why)
+		}
+		b := f.dialUp(cand)
+		s := f.accept(f.back)
+		p := &k.pairs[cand.slot]
+		eventually(t, "no service", func() bool { return atomic.LoadUint64(&p.End[bpf.ShuntRoleROLE_S].Cookie) != 0 })
+		atomic.StoreUint32((*uint32)(&p.Open), uint32(bpf.ShuntOpenOPEN_OWN))
+		send(t, c, "from the client")
+		send(t, s, "from the service")
+		expect(t, a, "from the client")
+		expect(t, b, "from the service")
+		send(t, b, "header")
+		expect(t, s, "header")
+		err := withFD(s, func(fd int) error {
+			i, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+			if err == nil && i.Bytes_received != 0 {
+				err = fmt.Errorf("%d bytes came over TCP", i.Bytes_received)
+			}
+			return err
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		if up := atomic.LoadUint64(&p.Flow[Up].Runs); up != 0 {
+			t.Errorf("%d verdicts for the client", up)
+		}
+		b.Close()
+		a.Close()
+		c.Close()
+		s.Close()
+		k.mu.Lock()
+		k.giveBack(cand.slot, false)
+		k.mu.Unlock()
 	})
 }
 
