@@ -131,6 +131,9 @@ struct half {
 	enum why why;
 };
 
+/* Places for connections that are about to be answered; a power of two. */
+#define REQUESTS 4096
+
 struct listen_key {
 	__u8 addr[16]; /* IPv4 as v4-mapped; all zero: wildcard */
 	__u32 port;    /* host byte order */
@@ -168,15 +171,16 @@ struct {
 } halves SEC(".maps");
 
 /*
- * Sequence numbers -> 1, for connections that one of shunt's listeners is about to
- * answer. They find a client that has dialled another address, which NAT or TPROXY
- * brings here. LRU: nothing else takes an entry out.
+ * Hash of sequence numbers -> these, of connections that one of shunt's listeners is
+ * about to answer. They find a client that has dialled another address, which NAT or
+ * TPROXY brings here. Its end is born a moment later; one whose place was taken
+ * meanwhile is copied.
  */
 struct {
-	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, 16384);
-	__type(key, struct isn);
-	__type(value, __u32);
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, REQUESTS);
+	__type(key, __u32);
+	__type(value, struct isn);
 } requests SEC(".maps");
 
 /* Slot -> pair. */
@@ -293,14 +297,28 @@ static __always_inline void local_key(struct bpf_sock_ops *s, struct listen_key 
 	}
 }
 
+static __always_inline struct isn *request_at(const struct isn *k)
+{
+	__u32 i = (k->snd ^ k->rcv) & (REQUESTS - 1);
+
+	return bpf_map_lookup_elem(&requests, &i);
+}
+
+/* One of shunt's listeners has announced these numbers. */
+static __always_inline bool is_requested(const struct isn *k)
+{
+	struct isn *r = request_at(k);
+
+	return r && r->snd == k->snd && r->rcv == k->rcv;
+}
+
 /* A SYN has arrived, and is going to be answered: by one of shunt's listeners? */
 static __always_inline void requested(struct bpf_sock_ops *s)
 {
 	struct sock *req = BPF_CORE_READ((struct bpf_sock_ops_kern *)s, sk), *sk;
 	struct tcp_request_sock *treq = (struct tcp_request_sock *)req;
 	struct listen_key l = {};
-	struct isn k;
-	__u32 one = 1;
+	struct isn k, *r;
 
 	sk = BPF_CORE_READ(req, __sk_common.skc_listener);
 	l.port = BPF_CORE_READ(sk, __sk_common.skc_num);
@@ -317,7 +335,9 @@ static __always_inline void requested(struct bpf_sock_ops *s)
 	/* As the client's end will have them, by the SYN and the answer to it. */
 	k.snd = BPF_CORE_READ(treq, rcv_isn) + 1;
 	k.rcv = BPF_CORE_READ(treq, snt_isn) + 1;
-	bpf_map_update_elem(&requests, &k, &one, BPF_ANY);
+	r = request_at(&k);
+	if (r)
+		*r = k;
 }
 
 /* Sockets that the kernel's sockmap code must not touch. */
@@ -469,7 +489,7 @@ static __always_inline void passive_born(struct bpf_sock_ops *s, struct bpf_sock
 
 		/* The same address in another namespace is somebody else's server. */
 		local_key(s, &l);
-		if (bpf_get_netns_cookie(s) != own_netns || (!is_listening(s, &l) && !bpf_map_lookup_elem(&requests, &k)))
+		if (bpf_get_netns_cookie(s) != own_netns || (!is_listening(s, &l) && !is_requested(&k)))
 			return;
 		m.role = ROLE_A;
 	} else {
@@ -599,7 +619,7 @@ int on_sockops(struct bpf_sock_ops *s)
 			struct isn n = { s->snd_nxt, s->rcv_nxt };
 
 			remote_key(s, &k);
-			if (!is_listening(s, &k) && !bpf_map_lookup_elem(&requests, &n))
+			if (!is_listening(s, &k) && !is_requested(&n))
 				return 1;
 		}
 		tp = bpf_skc_to_tcp_sock(sk);

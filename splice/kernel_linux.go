@@ -144,7 +144,6 @@ func (k *Kernel) load() error {
 	spec.Maps[bpf.ShuntMapPairs].MaxEntries = slots
 	spec.Maps[bpf.ShuntMapFreeSlots].MaxEntries = slots
 	spec.Maps[bpf.ShuntMapHalves].MaxEntries = max(slots, 1024)
-	spec.Maps[bpf.ShuntMapRequests].MaxEntries = max(slots, 1024)
 	spec.Maps[bpf.ShuntMapSocks].MaxEntries = slots * socketsPerPair
 	if err := spec.LoadAndAssign(&k.obj, nil); err != nil {
 		return err
