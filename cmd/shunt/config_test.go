@@ -269,7 +269,8 @@ func TestBadConfigs(t *testing.T) {
 		{"[bypass]\nwindow = \"auto\"\n", `f:2: bypass.window: "auto" is not a size`},
 		{"[bypass]\nqueue_limit = \"1KiB\"\n", `f:2: bypass.queue_limit: 1KiB is out of range: want "auto", or 64KiB to 1GiB`},
 		{"[bypass]\nqueue_limit = 0\n", `f:2: bypass.queue_limit: 0 is out of range; write "auto" for the default`},
-		{"[bypass]\nqueue_limit = \"atuo\"\n", `"atuo" is not a size: want a whole number of bytes ("4096") or of KiB, MiB or GiB ("256KiB"), or "auto"`},
+		{"[bypass]\nqueue_limit = \"4M\"\n", `f:2: bypass.queue_limit: "4M" is not a size: want "auto" or a whole number of bytes ("4096") or of KiB, MiB or GiB ("256KiB"); did you mean "4MiB"?`},
+		{"[bypass]\nqueue_limit = \"atuo\"\n", `"atuo" is not a size: want "auto" or a whole number of bytes ("4096") or of KiB, MiB or GiB ("256KiB")`},
 		{"[bypass]\nmax_sockets = 3\n", "f:2: bypass.max_sockets: 3 is out of range: want 4 to 4194304"},
 		{"[bypass]\nmax_sockets = -1\n", "bypass.max_sockets: -1 is out of range"},
 		{"[bypass]\nmax_sockets = 9223372036854775807\n", "bypass.max_sockets: 9223372036854775807 is out of range"},
@@ -360,7 +361,7 @@ func TestBadConfigs(t *testing.T) {
 		{"[dns]\nservers = [\"ns.internal\"]\n", `f:2: dns.servers: "ns.internal": want an IP address, with a port if it isn't 53, such as "10.0.0.2" or "127.0.0.1:8600"`},
 
 		// Listeners beside each other.
-		{strings.Replace(listener(""), "7001", "7000", 1), `f:6: listener "b": listen: "127.0.0.1:7000" is taken by listener "127.0.0.1:7000" (127.0.0.1:7000)`},
+		{strings.Replace(listener(""), "7001", "7000", 1), `f:6: listener "b": listen: "127.0.0.1:7000" is taken by listener "127.0.0.1:7000"`},
 		{strings.Replace(listener(""), "127.0.0.1:7001", ":7000", 1), `listen: ":7000" is taken by`},
 		{strings.Replace(listener(""), "127.0.0.1:7001", "0.0.0.0:7000", 1), `listen: "0.0.0.0:7000" is taken by`},
 		{strings.Replace(listener(""), "127.0.0.1:7001", "[::ffff:127.0.0.1]:7000", 1), `is taken by`},
@@ -406,7 +407,7 @@ f:1: listener 1: upstream: missing: want host:port, such as "127.0.0.1:8000", or
 		{"[[listener]]\nlsten = \":1\"\n[[listener]]\nlisten = \":2\"\nupstream = \"127.0.0.1:3\"\n[[listener]]\nlisten = \":3\"\nupstream = \"127.0.0.1:2\"\n[[listener]]\nlisten = \":2\"\nupstream = \"a:1\"\n",
 			`f:2: listener 1: lsten: unknown key; did you mean "listen"?
 f:5: listener ":2": upstream: connections would go round in a loop: ":2" -> ":3" and back
-f:10: listener ":2": listen: ":2" is taken by listener ":2" (:2)`},
+f:10: listener ":2": listen: ":2" is taken by listener ":2"`},
 	} {
 		if _, err := parseConfig("f", []byte(c.text)); err == nil || err.Error() != c.want {
 			t.Errorf("got\n%v\nwant\n%s\nfor\n%s", err, c.want, c.text)

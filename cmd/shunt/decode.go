@@ -362,7 +362,7 @@ func (w *walker) size(p keyPath, from any, to reflect.Value) {
 	n, err := parseSize(s)
 	switch {
 	case err != nil && auto:
-		w.errorf(p, `%v, or "auto"`, err)
+		w.errorf(p, "%s", strings.Replace(err.Error(), sizeForm, `"auto" or `+sizeForm, 1))
 		return
 	case err != nil:
 		w.errorf(p, "%v", err)

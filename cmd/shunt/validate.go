@@ -49,7 +49,11 @@ func (fc *fileConfig) validate(d *document) {
 		addr := l.validate(d, p)
 		for j, other := range addrs {
 			if overlap(addr, other) || strings.HasPrefix(l.Listen, "unix:") && l.Listen == fc.Listeners[j].Listen {
-				d.errorf(p.with("listen"), "%q is taken by listener %q (%s)", l.Listen, fc.Listeners[j].Name, fc.Listeners[j].Listen)
+				at := ""
+				if fc.Listeners[j].Name != fc.Listeners[j].Listen {
+					at = fmt.Sprintf(" (%s)", fc.Listeners[j].Listen)
+				}
+				d.errorf(p.with("listen"), "%q is taken by listener %q%s", l.Listen, fc.Listeners[j].Name, at)
 			} else if l.Name == fc.Listeners[j].Name && l.Name != "" {
 				d.errorf(p.with("name"), "%q is the name of listener %d already", l.Name, j+1)
 			}
