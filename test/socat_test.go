@@ -343,7 +343,7 @@ var socatCases = []socatCase{
 
 	{line: "UNIX-CONNECT:{unix},bind={dir}/mine -", stdin: "x"},
 	{line: l4 + " UNIX:{unix},bind={dir}/mine", client: "tcp:127.0.0.1:{port}", send: "ping", differs: "files left []"},
-	{line: l4 + ",fork UNIX-CONNECT:{unix},bind={dir}/mine", client: "tcp:127.0.0.1:{port}", send: "ping", again: true, stop: true},
+	{line: l4 + ",fork UNIX-CONNECT:{unix},bind={dir}/mine", client: "tcp:127.0.0.1:{port}", send: "ping", stop: true},
 	{line: "UNIX-LISTEN:{dir}/l,unlink-late,accept-timeout=0.3 -"},
 	{line: "UNIX-LISTEN:{dir}/l,user=65534,group=1,mode=0660 TCP:{tcp}", client: "unix:{dir}/l", send: "ping", look: modeOf("l")},
 	{line: "UNIX-LISTEN:{dir}/no/such -"},

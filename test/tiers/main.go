@@ -24,7 +24,7 @@ import (
 )
 
 // limit bounds each tier.
-const limit = 15 * time.Minute
+const limit = 30 * time.Minute
 
 // A tally counts tests and steps.
 type tally struct{ passed, failed, skipped int }
@@ -55,7 +55,7 @@ func tiers() []tier {
 	quick := tier{name: "quick", steps: []step{
 		{name: "lint", argv: []string{"make", "-s", "lint"}},
 		{name: "unit tests with the race detector, and the seeds of the fuzz tests",
-			argv: []string{"go", "test", "-race", "-timeout=5m", "./cmd/...", "./proxy/...", "./test/harness/...", "./test/tiers/..."}},
+			argv: []string{"go", "test", "-race", "-timeout=15m", "./cmd/...", "./proxy/...", "./test/harness/...", "./test/tiers/..."}},
 		{name: "Kubernetes manifests match the API's types", argv: []string{"go", "-C", "test/manifests", "run", ".", "../../cmd/shunt/deploy"}},
 	}}
 	for _, target := range []string{"linux/s390x", "darwin/arm64", "freebsd/amd64", "windows/amd64"} {
@@ -69,10 +69,10 @@ func tiers() []tier {
 		quick,
 		{name: "kernel", steps: []step{
 			{name: "BPF objects match their sources", argv: []string{"go", "run", "./test/objects"}},
-			{name: "tests of splice and bpf", argv: []string{"go", "test", "-count=1", "-timeout=10m", "./splice/...", "./bpf/..."}, privileged: true},
+			{name: "tests of splice and bpf", argv: []string{"go", "test", "-count=1", "-timeout=15m", "./splice/...", "./bpf/..."}, privileged: true},
 		}},
 		{name: "end to end", steps: []step{
-			{name: "end-to-end tests", argv: []string{"go", "test", "-count=1", "-timeout=14m", "./test"}},
+			{name: "end-to-end tests", argv: []string{"go", "test", "-count=1", "-timeout=29m", "./test"}},
 		}},
 		{name: "other kernels", fetched: true, steps: []step{
 			{name: "the oldest and the newest that have the bypass, under QEMU",
