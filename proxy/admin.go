@@ -95,7 +95,8 @@ func (a *admin) exposed() string {
 		}
 		return ""
 	}
-	dir := filepath.Dir(a.file.path)
+	// Not of file: an inherited socket's may be somebody else's.
+	dir := filepath.Dir(strings.TrimPrefix(a.listen, "unix:"))
 	fi, err := os.Stat(dir)
 	if err == nil && fi.Mode()&0o002 != 0 && fi.Mode()&os.ModeSticky == 0 {
 		return "everybody can put another socket in its place: " + dir + " is writable for all"

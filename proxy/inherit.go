@@ -132,6 +132,26 @@ func (in *Inherited) socketFile(path string, how UnixSocket) (*socketFile, error
 	return (&socketFile{path: path, made: made}).change(how)
 }
 
+// giveBack leaves the files of the UNIX sockets that were handed over to the former process: this one
+// doesn't serve after all.
+func (s *Server) giveBack() {
+	back := func(f *socketFile) {
+		if err := f.restore(); err != nil {
+			s.log.Warn().Str("path", f.path).Err(err).Msg("the former process's socket isn't what it was")
+		}
+	}
+	for _, l := range s.listeners {
+		if l.given != nil {
+			back(l.file)
+			l.file = nil
+		}
+	}
+	if s.admin != nil && s.adminSocket != nil {
+		back(s.admin.file)
+		s.admin.file = nil
+	}
+}
+
 // String returns how errors call it.
 func (in *Inherited) String() string {
 	return fmt.Sprintf("%q at %s", in.Name, addrString(in.Listener.Addr()))

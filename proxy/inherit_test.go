@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -312,4 +313,90 @@ func TestUnixListenerIsHandedOver(t *testing.T) {
 	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("after the last server: %v", err)
 	}
+}
+
+// handTo returns cfg with the rig's sockets, as another process gets them.
+func handTo(t *testing.T, r *rig, cfg Config) Config {
+	t.Helper()
+	hs, err := r.srv.Sockets()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range hs {
+		in := h.Inherited
+		if in.Listener, err = net.FileListener(h.File); err != nil {
+			t.Fatal(err)
+		}
+		h.File.Close()
+		cfg.Inherited = append(cfg.Inherited, in)
+	}
+	return cfg
+}
+
+func TestServerThatDoesNotServeLeavesTheFormerOnesFiles(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("missing: descriptors to hand over")
+	}
+	taken := listenTCP(t)
+	for what, fail := range map[string]func(*Config){
+		"can't open a listener": func(c *Config) {
+			l := DefaultListener()
+			l.Name, l.Listen, l.Upstream = "more", taken.Addr().String(), "127.0.0.1:1"
+			c.Listeners = append(c.Listeners, l)
+		},
+		"can't become who it is to be": func(c *Config) { c.Opened = func() error { return errors.New("no") } },
+		"isn't told to go":             nil,
+	} {
+		t.Run(what, func(t *testing.T) {
+			dir := shortDir(t)
+			listen, admin := filepath.Join(dir, "l"), filepath.Join(dir, "a")
+			r := newRig(t, nil, listenAt(listen, nil), func(c *Config) { c.Admin = "unix:" + admin })
+			cfg := handTo(t, r, r.srv.cfg)
+			cfg.Listeners = slices.Clone(cfg.Listeners)
+			cfg.Listeners[0].Unix.Mode = 0o660
+			if fail != nil {
+				fail(&cfg)
+			}
+			next, err := New(cfg, nil, zerolog.Nop())
+			if err != nil {
+				t.Fatal(err)
+			}
+			err = next.Open()
+			if (err != nil) != (fail != nil) {
+				t.Fatal(err)
+			}
+			if err == nil {
+				if err := next.Shutdown(context.Background()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, path := range []string{listen, admin} {
+				if fi, err := os.Lstat(path); err != nil || fi.Mode().Perm() != 0o600 {
+					t.Errorf("%s: %v, %v", path, fi, err)
+				}
+			}
+		})
+	}
+}
+
+func TestAdminSocketWithoutAFileOfOursServes(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("missing: descriptors to hand over")
+	}
+	path := filepath.Join(shortDir(t), "admin")
+	ln, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := newRig(t, nil, func(c *Config) {
+		c.Admin, c.Inherited = "unix:"+path, []Inherited{{Listener: ln, Name: "admin"}}
+	})
+	if got := r.srv.AdminAddr(); got != "unix:"+path {
+		t.Error(got)
+	}
+	c, err := net.DialTimeout("unix", path, deadline)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
 }

@@ -269,6 +269,7 @@ func (s *Server) Serve() {
 
 // closeAll closes what Open opened.
 func (s *Server) closeAll() {
+	s.giveBack()
 	for _, l := range s.listeners {
 		l.close()
 	}
@@ -379,9 +380,9 @@ func (s *Server) Shutdown(ctx context.Context) error {
 			return nil
 		}
 		s.draining.Store(true)
-		s.ready.Store(false)
+		served := s.ready.Swap(false)
 		s.log.Info().Int("connections", s.liveCount()).Msg("draining")
-		go s.drain()
+		go s.drain(served)
 	}
 	select {
 	case <-s.stopped:
@@ -398,8 +399,11 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	return ctx.Err()
 }
 
-func (s *Server) drain() {
+func (s *Server) drain(served bool) {
 	s.changing.Lock()
+	if !served {
+		s.giveBack()
+	}
 	if s.handedOver.Load() {
 		for _, l := range s.listeners {
 			l.file = nil

@@ -85,6 +85,15 @@ func (f *socketFile) remove() error {
 	return os.Remove(f.path)
 }
 
+// restore makes a former process's file again what it was when it was taken over.
+func (f *socketFile) restore() error {
+	if f == nil || !f.ours() {
+		return nil
+	}
+	f.how.Mode = f.made.Mode().Perm()
+	return f.give(ownerOf(f.made))
+}
+
 // ours says whether the file is still there and the same.
 func (f *socketFile) ours() bool {
 	fi, err := os.Lstat(f.path)
