@@ -34,7 +34,7 @@ const (
 // errNotOffered is the SRV target ".": the service is decidedly not there (RFC 2782).
 var errNotOffered = errors.New(`the SRV record's target is ".": the service isn't offered`)
 
-// resolver looks names up; *net.Resolver is one.
+// resolver looks names up, as *net.Resolver does.
 type resolver interface {
 	LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error)
 	LookupSRV(ctx context.Context, service, proto, name string) (cname string, addrs []*net.SRV, err error)
@@ -44,13 +44,13 @@ type resolver interface {
 // files: hosts, nsswitch.conf, and resolv.conf for its search list.
 func newResolver(servers []string) resolver {
 	if len(servers) == 0 {
-		return &net.Resolver{Dial: dialServer}
+		return careful{&net.Resolver{Dial: dialServer}}
 	}
 	var all nameServers
 	for _, s := range servers {
-		all = append(all, &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
+		all = append(all, careful{&net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 			return dialServer(ctx, network, s)
-		}})
+		}}})
 	}
 	return all
 }
@@ -73,11 +73,43 @@ func (s *Server) lookUp(ctx context.Context, u Upstream) ([]target, error) {
 	return lookUp(ctx, *s.resolver.Load(), u)
 }
 
+// careful asks again when the answer is that there is nothing: one query of several may have said so, such as the one
+// for AAAA or for another name of the search list, while the one that counts failed.
+type careful struct{ *net.Resolver }
+
+func (c careful) LookupNetIP(ctx context.Context, network, host string) (ips []netip.Addr, err error) {
+	ips, err = c.Resolver.LookupNetIP(ctx, network, host)
+	if network != "ip" || !notFound(err) {
+		return ips, err
+	}
+	for _, family := range []string{"ip4", "ip6"} {
+		more, ferr := c.Resolver.LookupNetIP(ctx, family, host)
+		ips = append(ips, more...)
+		if ferr != nil && !notFound(ferr) {
+			err = ferr
+		}
+	}
+	if len(ips) > 0 {
+		return ips, nil
+	}
+	return nil, err
+}
+
+func (c careful) LookupSRV(ctx context.Context, service, proto, name string) (string, []*net.SRV, error) {
+	cname, srvs, err := c.Resolver.LookupSRV(ctx, service, proto, name)
+	if notFound(err) {
+		// Not at first: it gives up where another name of the search list would have done.
+		strict := net.Resolver{PreferGo: c.PreferGo, StrictErrors: true, Dial: c.Dial}
+		return strict.LookupSRV(ctx, service, proto, name)
+	}
+	return cname, srvs, err
+}
+
 // nameServers are asked in order, until one answers. Each has a fair share of the time.
-type nameServers []*net.Resolver
+type nameServers []careful
 
 func (n nameServers) LookupNetIP(ctx context.Context, network, host string) (ips []netip.Addr, err error) {
-	err = n.each(ctx, func(ctx context.Context, r *net.Resolver) (err error) {
+	err = n.each(ctx, func(ctx context.Context, r careful) (err error) {
 		ips, err = r.LookupNetIP(ctx, network, host)
 		return err
 	})
@@ -85,14 +117,14 @@ func (n nameServers) LookupNetIP(ctx context.Context, network, host string) (ips
 }
 
 func (n nameServers) LookupSRV(ctx context.Context, service, proto, name string) (cname string, srvs []*net.SRV, err error) {
-	err = n.each(ctx, func(ctx context.Context, r *net.Resolver) (err error) {
+	err = n.each(ctx, func(ctx context.Context, r careful) (err error) {
 		cname, srvs, err = r.LookupSRV(ctx, service, proto, name)
 		return err
 	})
 	return cname, srvs, err
 }
 
-func (n nameServers) each(ctx context.Context, ask func(context.Context, *net.Resolver) error) (err error) {
+func (n nameServers) each(ctx context.Context, ask func(context.Context, careful) error) (err error) {
 	for i, r := range n {
 		share := lookupTimeout
 		if end, ok := ctx.Deadline(); ok {

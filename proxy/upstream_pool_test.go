@@ -18,6 +18,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/net/dns/dnsmessage"
+
 	"shunt/test/harness"
 )
 
@@ -627,6 +629,33 @@ func TestLastGoodAnswerOutlivesTheResolver(t *testing.T) {
 			t.Errorf("failures were logged %d times", n)
 		}
 	}
+}
+
+func TestAnswerOfOneQueryDoesNotHideThatTheOtherFailed(t *testing.T) {
+	f := newFleet(t, 1)
+	d := harness.ServeDNS(t)
+	d.Set("web.test", f.ip(0))
+	r := newRigWith(t, newResolver([]string{d.Addr}), nil, onListener(func(l *Listener) {
+		l.Upstream, l.ResolveInterval = named(f, "web.test"), 10*time.Millisecond
+	}))
+	p := r.pool()
+	p.mu.Lock()
+	p.grace = 0
+	p.mu.Unlock()
+	r.spread(1)
+	// There are no AAAA, as before; a server that has that in its cache goes on to say so.
+	d.FailFor(dnsmessage.TypeA)
+	errs := p.lookupErrors()
+	eventually(t, "failed lookups", func() bool { return p.lookupErrors() > errs+20 })
+	r.spread(1)
+	d.FailFor(dnsmessage.TypeAAAA)
+	errs = p.lookupErrors()
+	asked := d.Asked()
+	eventually(t, "lookups", func() bool { return d.Asked() > asked+20 })
+	if n := p.lookupErrors(); n > errs+1 { // one may have been under way
+		t.Errorf("%d of the lookups that had an address failed", n-errs)
+	}
+	r.spread(1)
 }
 
 func TestMuteResolverLeavesTimeToDial(t *testing.T) {

@@ -24,6 +24,7 @@ type DNS struct {
 	hosts map[string][]netip.Addr
 	srvs  map[string][]SRV
 	rcode dnsmessage.RCode // if not zero: the answer to everything
+	only  dnsmessage.Type  // if not zero: rcode is for such queries only
 	mute  bool
 	asked int
 	stop  func()
@@ -138,10 +139,17 @@ func (d *DNS) Remove(name string) {
 func (d *DNS) Fail(on bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.rcode = dnsmessage.RCodeSuccess
+	d.rcode, d.only = dnsmessage.RCodeSuccess, 0
 	if on {
 		d.rcode = dnsmessage.RCodeServerFailure
 	}
+}
+
+// FailFor makes SERVFAIL the answer to queries of one type.
+func (d *DNS) FailFor(kind dnsmessage.Type) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.rcode, d.only = dnsmessage.RCodeServerFailure, kind
 }
 
 // Mute leaves every query without an answer, or ends that.
@@ -174,11 +182,15 @@ func (d *DNS) answer(query []byte, limit int) []byte {
 	if d.mute {
 		return nil
 	}
+	rcode := d.rcode
+	if d.only != 0 && q.Type != d.only {
+		rcode = dnsmessage.RCodeSuccess
+	}
 	name := strings.TrimSuffix(strings.ToLower(q.Name.String()), ".")
 	ips, isHost := d.hosts[name]
 	srvs, isSRV := d.srvs[name]
 	m := dnsmessage.Message{
-		Header:    dnsmessage.Header{ID: h.ID, Response: true, RecursionDesired: true, RecursionAvailable: true, RCode: d.rcode},
+		Header:    dnsmessage.Header{ID: h.ID, Response: true, RecursionDesired: true, RecursionAvailable: true, RCode: rcode},
 		Questions: []dnsmessage.Question{q},
 	}
 	add := func(kind dnsmessage.Type, body dnsmessage.ResourceBody) {
@@ -187,7 +199,7 @@ func (d *DNS) answer(query []byte, limit int) []byte {
 		})
 	}
 	switch {
-	case d.rcode != dnsmessage.RCodeSuccess:
+	case rcode != dnsmessage.RCodeSuccess:
 	case !isHost && !isSRV:
 		m.RCode = dnsmessage.RCodeNameError
 	case q.Type == dnsmessage.TypeA || q.Type == dnsmessage.TypeAAAA:
