@@ -130,7 +130,7 @@ func TestAddressListsOfEveryKindOfListener(t *testing.T) {
 					if err := servedBy(c.client, f.Addr); err != nil {
 						t.Fatal(err)
 					}
-					f.CheckPath(t, 10_000, 10_000, 0.8)
+					f.CheckPath(t, 10_000, 10_000, 0.3)
 					return
 				}
 				if err := refusedBy(c.client, f.Addr); err != nil {

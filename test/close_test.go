@@ -183,7 +183,7 @@ func TestLateLargeReplyIsWhole(t *testing.T) {
 		if err := errors.Join(Send(c, 1, 100, 100, nil), c.CloseWrite(), Receive(c, 2, reply)); err != nil {
 			t.Fatal(err)
 		}
-		f.CheckPath(t, 100, reply, 0.5)
+		f.CheckPath(t, 100, reply, 0.3)
 	})
 }
 

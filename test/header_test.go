@@ -180,7 +180,7 @@ func TestServerThatSpeaksFirstGetsItsHeader(t *testing.T) {
 			}
 			c.Close()
 		}
-		f.CheckPath(t, 400_000, 400_220, 0.5)
+		f.CheckPath(t, 400_000, 400_220, 0.3)
 	})
 }
 
@@ -212,7 +212,7 @@ func TestClientsOwnHeaderDoesNotKeepItOffTheBypass(t *testing.T) {
 			}
 			c.Close()
 		}
-		f.CheckPath(t, 400_000, 400_000, 0.5)
+		f.CheckPath(t, 400_000, 400_000, 0.3)
 	})
 }
 

@@ -90,7 +90,7 @@ func TestTranslatedClient(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				f.CheckPath(t, 100_000, 100_000, 0.8)
+				f.CheckPath(t, 100_000, 100_000, 0.3)
 			})
 		})
 	}
@@ -132,7 +132,7 @@ func TestTranslatedService(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				f.CheckPath(t, 100_000, 100_000, 0.8)
+				f.CheckPath(t, 100_000, 100_000, 0.3)
 			})
 		})
 	}

@@ -216,7 +216,7 @@ func TestKilledShuntLosesNothingThatWasQueued(t *testing.T) {
 		if err := exchangeEcho(again.Addr, 4, 1000); err != nil {
 			t.Fatal(err)
 		}
-		again.CheckPath(t, 4000, 4000, 0.5)
+		again.CheckPath(t, 4000, 4000, 0.3)
 	})
 }
 
@@ -260,7 +260,7 @@ func TestTwoShuntsOnOneHost(t *testing.T) {
 			}
 		}
 		for _, f := range []*Front{f1, f2} {
-			f.CheckPath(t, 100_000, 100_000, 0.8)
+			f.CheckPath(t, 100_000, 100_000, 0.3)
 		}
 	})
 }
@@ -551,7 +551,7 @@ func TestEveryAddressOfANameIsTried(t *testing.T) {
 		if err := exchangeEcho(f.Addr, 10, 1000); err != nil {
 			t.Fatal(err)
 		}
-		f.CheckPath(t, 10_000, 10_000, 0.8)
+		f.CheckPath(t, 10_000, 10_000, 0.3)
 	})
 }
 

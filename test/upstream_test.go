@@ -150,7 +150,7 @@ func TestUpstreamsTakeTurns(t *testing.T) {
 			t.Errorf("%s was dialled %v times, want 4", refusing, n)
 		}
 		const all = connections * messages * size
-		f.CheckPath(t, all, all, 0.9)
+		f.CheckPath(t, all, all, 0.6)
 	})
 }
 
@@ -198,7 +198,7 @@ func TestRecordsDriveTheUpstreams(t *testing.T) {
 		if a, b := rs[0].talked.Load(), rs[1].talked.Load(); a != 2 || b != 4 {
 			t.Errorf("%d and %d connections, want 2 and 4", a, b)
 		}
-		f.CheckPath(t, 6*20*1000, 6*20*1000, 0.8)
+		f.CheckPath(t, 6*20*1000, 6*20*1000, 0.3)
 		d.Restart()
 		d.SetSRV(name, SRV{Target: "."})
 		waitUpstream(t, f.Shunt, "", "unresolved")
@@ -237,7 +237,7 @@ func TestClientsAreRefusedWhileAllUpstreamsAreDown(t *testing.T) {
 		if err := talk(f.Addr, 20, 1000); err != nil {
 			t.Fatal(err)
 		}
-		f.CheckPath(t, 2*20*1000, 2*20*1000, 0.8)
+		f.CheckPath(t, 2*20*1000, 2*20*1000, 0.3)
 	})
 }
 

@@ -116,9 +116,7 @@ func serve(ctx context.Context, fc *fileConfig, file string, who *identity, from
 	defer signal.Reset(syscall.SIGPIPE)
 
 	s := &service{fc: fc, file: file, log: log, manager: &notifier{log: log.Logger}}
-	if s.program, err = program(os.Args[0]); err != nil {
-		return fmt.Errorf("find this program: %w", err)
-	}
+	s.program = program(os.Args[0])
 	cfg := fc.proxyConfig()
 	if from != nil {
 		cfg.Inherited = from.sockets

@@ -159,24 +159,24 @@ func (u *upgrade) let() error {
 
 // program returns what to start in an upgrade: the path by which this
 // process was started, so that a symlink is followed anew.
-func program(name string) (string, error) {
+func program(name string) string {
 	self, err := os.Executable()
-	if err != nil {
-		return "", err
+	if err != nil { // without /proc
+		self = name
 	}
 	path, err := exec.LookPath(name)
 	if err != nil {
-		return self, nil
+		return self
 	}
 	if path, err = filepath.Abs(path); err != nil {
-		return self, nil
+		return self
 	}
 	a, err1 := os.Stat(path)
 	b, err2 := os.Stat(self)
 	if err1 != nil || err2 != nil || !os.SameFile(a, b) {
-		return self, nil
+		return self
 	}
-	return path, nil
+	return path
 }
 
 // former is the process that this one takes over from.
