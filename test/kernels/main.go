@@ -318,50 +318,56 @@ func (m *machine) run(ctx context.Context, r *result, image string, mods []strin
 }
 
 // scale makes the tests smaller, to what an emulated processor can do.
-const scale = "64"
+const scale = "256"
 
-// The tests of the end-to-end suite that are about what kernels do, and not
-// about shunt's own options, other programs or great numbers.
+// The tests that are about what kernels do, and not about shunt's own options,
+// other programs or great numbers. An emulated processor does a tenth of what
+// a real one does.
 var (
-	// quickTests are of those what differs most between kernels.
-	quickTests = []string{"EchoKeepsOrder", "ReceiverSees", "AutoDeclines", "BothHalf", "Vsock"}
-	// allKernels run on every kernel.
-	allKernels = append([]string{"CutoverKeeps", "ManyWriters", "ServerSpeaksFirst", "WaitAll", "ServiceEnd", "EndComes",
-		"PeerFinished", "KilledShunt", "MPTCPService", "KTLS"}, quickTests...)
-	// twoKernels run on the oldest and the newest that have the bypass: the
-	// addresses, namespaces and hierarchies that shunt meets.
-	twoKernels = append([]string{"NamespaceTo", "ListenersOf", "Wildcard", "Translated", "Hierarchies", "SlowReader", "ResetStays"}, allKernels...)
+	// quickOwn and quickEnd are for "make test", of splice and end to end.
+	quickOwn = []string{"Known", "PermanentVerdict", "CutoverKeeps", "QueuedBytes", "SenderMeets", "TLS"}
+	quickEnd = []string{"EchoKeepsOrder", "ReceiverSees", "AutoDeclines", "Vsock"}
+	// own and end are for every kernel.
+	own = append([]string{"StreamsArrive", "WindowRuns", "SlowReader", "CountsAreExact", "Corked", "TinySends", "Disconnected", "MPTCP"}, quickOwn...)
+	end = append([]string{"CutoverKeeps", "ManyWriters", "WaitAll", "PeerFinished", "EndComes", "KilledShunt", "MPTCPService"}, quickEnd...)
+	// moreEnd is for the oldest and the newest kernel that has the bypass, with
+	// all of splice: the addresses, namespaces and hierarchies that shunt meets.
+	moreEnd = append([]string{"NamespaceTo", "ListenersOf", "Wildcard", "Translated", "Hierarchies", "ResetStays", "ServiceEnd", "KTLS"}, end...)
 )
 
 // jobsFor are the test binaries that a kernel's guest runs.
 func jobsFor(f flags, k kernel) []record.Job {
 	env := []string{"SHUNT_TEST_BIN=/bin/shunt", "SHUNT_TEST_SCALE=" + scale, "GOMAXPROCS=2"}
-	splice := record.Job{Suite: "splice", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 300, Args: []string{"-test.short"}}
-	end := record.Job{Suite: "end to end", Binary: "/tests/end.test", Dir: "/src/test", Env: env, Seconds: 420}
-	tests, own := strings.Join(allKernels, "|"), ""
-	switch {
-	case f.tests != "":
-		tests, own = f.tests, f.tests
-	case f.quick:
-		tests, own = strings.Join(quickTests, "|"), "Known|Permanent|CutoverKeeps|QueuedBytes|SenderMeets|TLS"
-	case k.quick:
-		tests = strings.Join(twoKernels, "|")
-		end.Seconds *= 2
-	}
-	end.Args = append(end.Args, "-test.run="+tests)
-	if own != "" {
-		splice.Args = append(splice.Args, "-test.run="+own)
-	}
-	jobs := []record.Job{splice, end}
-	if k.built != "" {
-		// At full size.
-		jobs = append(jobs, record.Job{Suite: "permanent", Binary: "/tests/splice.test", Dir: "/src", Env: env, Seconds: 900,
-			Args: []string{"-test.run=Permanent", "-test.timeout=15m"}})
-	}
-	for i := range jobs {
-		if f.seconds > 0 {
-			jobs[i].Seconds = f.seconds
+	job := func(suite, binary, dir string, seconds int, tests ...string) record.Job {
+		if f.tests != "" {
+			tests = []string{f.tests}
 		}
+		if f.seconds > 0 {
+			seconds = f.seconds
+		}
+		j := record.Job{Suite: suite, Binary: binary, Dir: dir, Env: env, Seconds: seconds}
+		if len(tests) > 0 {
+			j.Args = append(j.Args, "-test.run="+strings.Join(tests, "|"))
+		}
+		return j
 	}
-	return jobs
+	// The bounds are for machines that have other work, too.
+	ofSplice := func(seconds int, tests ...string) record.Job {
+		j := job("splice", "/tests/splice.test", "/src", seconds, tests...)
+		j.Args = append(j.Args, "-test.short")
+		return j
+	}
+	ofAll := func(seconds int, tests ...string) record.Job {
+		return job("end to end", "/tests/end.test", "/src/test", seconds, tests...)
+	}
+	switch {
+	case f.quick:
+		return []record.Job{ofSplice(240, quickOwn...), ofAll(360, quickEnd...)}
+	case k.built != "":
+		// The verdict of this kernel at full size.
+		return []record.Job{job("permanent", "/tests/splice.test", "/src", 900, "PermanentVerdict"), ofSplice(600, own...), ofAll(600, end...)}
+	case k.quick:
+		return []record.Job{ofSplice(900), ofAll(900, moreEnd...)}
+	}
+	return []record.Job{ofSplice(600, own...), ofAll(600, end...)}
 }
