@@ -5,6 +5,7 @@ package test
 import (
 	"fmt"
 	"os/exec"
+	"strings"
 	"testing"
 
 	. "shunt/test/harness"
@@ -75,4 +76,31 @@ func TestAutoDeclinesWhatTheProbeSays(t *testing.T) {
 	}
 	f.CheckPath(t, 60_000, 60_000, 0.3)
 	t.Logf("probe: %v %q; declined: %q", r.Possible, r.Reason, reason)
+}
+
+func TestKnownFaultIsTakenWhenAskedFor(t *testing.T) {
+	// What a distribution has backported isn't known: an explicit key wins over the table, and the log names the fault.
+	if testing.Short() {
+		t.Skip("end-to-end test, not run with -short")
+	}
+	NeedRoot(t)
+	NeedBypass(t)
+	known := Probe(t).Known
+	if len(known) == 0 {
+		t.Skip("no fault is known of this kernel")
+	}
+	for _, fault := range known {
+		p := Every
+		if fault.Verdict != "" {
+			p = Path(fault.Verdict)
+		}
+		f := Open(t, p, Serve(t, echo).Addr) // bypass = "on", and this verdict
+		if err := exchangeEcho(f.Addr, 20, 1000); err != nil {
+			t.Fatal(err)
+		}
+		f.CheckPath(t, 20_000, 20_000, 0.8)
+		if out := f.Shunt.Output(); !strings.Contains(out, "in spite of a known fault") || !strings.Contains(out, fault.Commit) {
+			t.Errorf("the log doesn't say that %q is missing", fault.Commit)
+		}
+	}
 }

@@ -55,7 +55,7 @@ func tiers() []tier {
 	quick := tier{name: "quick", steps: []step{
 		{name: "lint", argv: []string{"make", "-s", "lint"}},
 		{name: "unit tests with the race detector, and the seeds of the fuzz tests",
-			argv: []string{"go", "test", "-race", "-timeout=15m", "./cmd/...", "./proxy/...", "./test/harness/...", "./test/tiers/..."}},
+			argv: []string{"go", "test", "-race", "-timeout=15m", "./cmd/...", "./proxy/...", "./test/harness/...", "./test/tiers/...", "./test/kernels/..."}},
 		{name: "Kubernetes manifests match the API's types", argv: []string{"go", "-C", "test/manifests", "run", ".", "../../cmd/shunt/deploy"}},
 	}}
 	for _, target := range []string{"linux/s390x", "darwin/arm64", "freebsd/amd64", "windows/amd64"} {
