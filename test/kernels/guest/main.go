@@ -340,7 +340,7 @@ func follow(p *port) (stop func()) {
 			}
 			_, line, _ := strings.Cut(string(buf[:n]), ";")
 			line, _, _ = strings.Cut(line, "\n")
-			for _, word := range []string{"WARNING:", "BUG:", "BUG ", "Oops", "general protection fault", "refcount_t", "INFO: task", "soft lockup", "KASAN", "kmemleak:"} {
+			for _, word := range []string{"WARNING:", "BUG:", "BUG ", "Oops", "general protection fault", "refcount_t", "INFO: task", "soft lockup", "KASAN", "suspected memory leak"} {
 				if strings.Contains(line, word) {
 					p.say(record.Record{Kind: record.Warning, Text: line})
 					break
