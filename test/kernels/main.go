@@ -29,6 +29,7 @@ import (
 type flags struct {
 	only      string
 	quick     bool
+	few       bool
 	parallel  int
 	limit     time.Duration
 	cpus      int
@@ -43,6 +44,7 @@ func main() {
 	var f flags
 	flag.StringVar(&f.only, "kernel", "", "run only the kernels whose suite or package match this `regexp`")
 	flag.BoolVar(&f.quick, "quick", false, "run only the newest and the oldest kernel that has the bypass, and fewer tests")
+	flag.BoolVar(&f.few, "few", false, "run few tests on each kernel, those of -quick")
 	flag.IntVar(&f.parallel, "parallel", 2, "guests at the same time")
 	flag.IntVar(&f.cpus, "cpus", 1, "processors of a guest; with emulation, more than one is less reliable")
 	flag.DurationVar(&f.limit, "limit", 0, "bound for one kernel; 0: what its test binaries may take")
@@ -361,8 +363,10 @@ func jobsFor(f flags, k kernel) []record.Job {
 		return job("end to end", "/tests/end.test", "/src/test", seconds, tests...)
 	}
 	switch {
-	case f.quick:
+	case f.quick || f.few && k.built == "":
 		return []record.Job{ofSplice(240, quickOwn...), ofAll(360, quickEnd...)}
+	case f.few:
+		return []record.Job{job("permanent", "/tests/splice.test", "/src", 900, "PermanentVerdict"), ofAll(360, quickEnd...)}
 	case k.built != "":
 		// The verdict of this kernel at full size.
 		return []record.Job{job("permanent", "/tests/splice.test", "/src", 900, "PermanentVerdict"), ofSplice(600, own...), ofAll(600, end...)}
