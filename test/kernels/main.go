@@ -30,6 +30,7 @@ type flags struct {
 	only      string
 	quick     bool
 	few       bool
+	params    string
 	parallel  int
 	limit     time.Duration
 	cpus      int
@@ -50,6 +51,7 @@ func main() {
 	flag.DurationVar(&f.limit, "limit", 0, "bound for one kernel; 0: what its test binaries may take")
 	flag.StringVar(&f.tests, "run", "", "run only the tests that match this `regexp`, whatever the list says")
 	flag.IntVar(&f.seconds, "seconds", 0, "bound for each test binary, in seconds; 0: what the list says")
+	flag.StringVar(&f.params, "params", "", "added to the command line of the kernel with BPF_F_PERMANENT; \"kmemleak=on\" looks for lost memory at the end, and is slow")
 	flag.BoolVar(&f.permanent, "permanent", false, "run only the kernel that \"make kernel-permanent\" has built")
 	flag.BoolVar(&f.build, "build-permanent", false, "build the kernel with BPF_F_PERMANENT, and nothing else")
 	flag.StringVar(&f.out, "table", "", "write the table to this `file`")
@@ -314,7 +316,8 @@ func (m *machine) run(ctx context.Context, r *result, image string, mods []strin
 	defer os.Remove(rd)
 	g := guest{image: image, initramfs: rd, accel: m.accel, version: r.kernel.version, cpus: m.f.cpus, mib: memory, dir: dir, limit: limit, each: r.record}
 	if r.kernel.built != "" {
-		g.params = "kmemleak=on slub_debug=FZPU,TCP,TCPv6,kmalloc-1k,kmalloc-2k"
+		// A socket that is used after its last reference is found by its poison.
+		g.params = strings.TrimSpace("slub_debug=FZPU,TCP,TCPv6 " + m.f.params)
 	}
 	r.died = g.boot(ctx)
 }
