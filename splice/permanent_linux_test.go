@@ -52,7 +52,7 @@ func TestPermanentVerdict(t *testing.T) {
 func oneVerdict(t *testing.T, k *Kernel) {
 	l := newLoop(t, k)
 	for _, c := range []*net.TCPConn{l.client, l.service, l.up, l.down} {
-		c.SetDeadline(time.Now().Add(5 * time.Minute))
+		c.SetDeadline(time.Now().Add(20 * time.Minute))
 	}
 	messages := short(1_000_000)
 	const batch = 500
@@ -66,13 +66,10 @@ func oneVerdict(t *testing.T, k *Kernel) {
 		go func() {
 			defer wg.Done()
 			defer from.CloseWrite()
-			msg := make([]byte, 64)
+			content := pattern(1024, int(d))
 			due := 0
 			for i := range messages {
-				m := msg[:1+i%len(msg)]
-				for j := range m {
-					m[j] = byte(i*7 + j + int(d))
-				}
+				m := content[i%1013:][:1+i%8]
 				if _, err := from.Write(m); err != nil {
 					t.Errorf("%v: message %d: %v", d, i, err)
 					return

@@ -369,10 +369,10 @@ func jobsFor(f flags, k kernel) []record.Job {
 	case f.quick || f.few && k.built == "":
 		return []record.Job{ofSplice(240, quickOwn...), ofAll(360, quickEnd...)}
 	case f.few:
-		return []record.Job{job("permanent", "/tests/splice.test", "/src", 900, "PermanentVerdict"), ofAll(360, quickEnd...)}
+		return []record.Job{job("permanent", "/tests/splice.test", "/src", 1500, "PermanentVerdict"), ofAll(360, quickEnd...)}
 	case k.built != "":
 		// The verdict of this kernel at full size.
-		return []record.Job{job("permanent", "/tests/splice.test", "/src", 900, "PermanentVerdict"), ofSplice(600, own...), ofAll(600, end...)}
+		return []record.Job{job("permanent", "/tests/splice.test", "/src", 1500, "PermanentVerdict"), ofSplice(600, own...), ofAll(600, end...)}
 	case k.quick:
 		return []record.Job{ofSplice(900), ofAll(900, moreEnd...)}
 	}
