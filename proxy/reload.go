@@ -179,6 +179,7 @@ func (s *Server) swap(n *nextListeners) {
 	}
 	before := s.listeners
 	s.mu.Unlock()
+	s.derived.resize(s.places(n.all))
 	for _, l := range n.fresh {
 		s.place(l, before)
 	}

@@ -10,6 +10,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/rs/zerolog"
 )
 
 // reload changes the rig's configuration.
@@ -342,5 +344,50 @@ func TestSlotsWakeWhoeverWaits(t *testing.T) {
 	s.give()
 	if !s.try(false) {
 		t.Error("no place below the new limit")
+	}
+}
+
+func TestListenersOutnumberThePlacesTheyShare(t *testing.T) {
+	r := newRig(t, nil, func(c *Config) {
+		for _, name := range []string{"two", "three"} {
+			l := c.Listeners[0]
+			l.Name = name
+			c.Listeners = append(c.Listeners, l)
+		}
+	})
+	serveAll := func() {
+		t.Helper()
+		for range 2 {
+			for _, a := range r.srv.Addrs() {
+				c, err := net.DialTimeout("tcp", a.Addr.String(), deadline)
+				if err != nil {
+					t.Fatal(err)
+				}
+				service := r.accept()
+				send(t, c, []byte("x"))
+				expect(t, service, "x")
+				c.Close()
+				service.Close()
+				eventually(t, "the connection's end", func() bool { return r.srv.liveCount() == 0 })
+			}
+		}
+	}
+	serveAll()
+	// As with few open files.
+	r.srv.fitting = 1
+	for i := range 3 {
+		r.mustReload(func(c *Config) {
+			for j := range c.Listeners {
+				c.Listeners[j].IdleTimeout = time.Duration(i+1) * time.Hour
+			}
+		})
+		serveAll()
+	}
+	s, err := New(r.srv.cfg, nil, zerolog.Nop())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.share(0); s.derived.limit != 3 {
+		t.Errorf("%d places for three listeners", s.derived.limit)
 	}
 }

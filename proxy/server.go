@@ -30,6 +30,7 @@ type Server struct {
 	dns         []string // what resolver asks; guarded by changing
 	metrics     *metrics
 	derived     *slots     // of the listeners without a limit of their own
+	fitting     int        // how many of these the open files allow
 	adminSocket *Inherited // until Open has used it
 
 	accessLog atomic.Bool
@@ -303,7 +304,8 @@ const (
 func (s *Server) share(files uint64) {
 	free := int64(min(files, 1<<30)) - openFiles() - filesSpare
 	conns := max(free/(filesPerConn+filesPerPipe), 1)
-	s.derived = newSlots(int(conns))
+	s.fitting = int(conns)
+	s.derived = newSlots(s.places(s.listeners))
 	for _, l := range s.listeners {
 		if l.cfg.MaxConnections == 0 {
 			l.slots = s.derived
@@ -316,6 +318,18 @@ func (s *Server) share(files uint64) {
 		}
 	}
 	s.pipes.left.Store(max((free-conns*filesPerConn)/filesPerPipe, 0))
+}
+
+// places is how many derived has for these listeners. Each accept loop holds one while it waits: with fewer places
+// than loops, some would never accept. Too many are no harm: who finds no descriptor waits for one.
+func (s *Server) places(ls []*listener) int {
+	loops := 0
+	for _, l := range ls {
+		if l.cfg.MaxConnections == 0 {
+			loops++
+		}
+	}
+	return max(s.fitting, loops)
 }
 
 // openFiles is how many descriptors are in use, or a guess.
