@@ -960,7 +960,7 @@ func TestSeveralUpstreamsOfSeveralKinds(t *testing.T) {
 	f.serve(2)
 	b := &fakeBypass{}
 	r := newRigWith(t, newResolver([]string{d.Addr}), b, to([]string{"unix:" + path, named(f, "web.test"), f.addr(0)}, nil))
-	eventually(t, "addresses", func() bool { return len(r.states()) == 3 })
+	eventually(t, "addresses", func() bool { return len(*r.pool().set.Load()) == 3 })
 	if got := r.spread(6); !maps.Equal(got, map[int]int{0: 2, 1: 2, 2: 2}) {
 		t.Errorf("%v", got)
 	}
