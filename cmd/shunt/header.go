@@ -35,6 +35,9 @@ func (l *listenerTable) validateAddresses(d *document, p keyPath) {
 			d.errorf(p.with("upstream"), "%q: want a TCP address to listen on: nothing is redirected to a UNIX socket", proxy.OriginalDst)
 		}
 	}
+	if l.Health.Interval > 0 && slices.Contains(l.upstreams(), proxy.OriginalDst) {
+		d.errorf(p.with("health").with("interval"), "upstream = %q has no addresses to check: want 0s", proxy.OriginalDst)
+	}
 	if l.Transparent && slices.ContainsFunc(l.upstreams(), func(u string) bool { return strings.HasPrefix(u, "unix:") }) {
 		d.errorf(p.with("transparent"), "a UNIX upstream sees no address; proxy_protocol.send tells it")
 	}

@@ -41,6 +41,7 @@ func TestProxyProtocolErrorsSayWhatIsRight(t *testing.T) {
 func TestAddressKeysThatCannotWorkTogether(t *testing.T) {
 	for text, want := range map[string]string{
 		"listen = \"unix:/s\"\nupstream = \"a:1\"\nproxy_protocol = { accept = \"on\", trusted = [\"10.0.0.0/8\"] }": `proxy_protocol.trusted: want "unix:"`,
+		"listen = \":7000\"\nupstream = \"original-dst\"\nhealth = { interval = \"1s\" }":                            `health.interval: upstream = "original-dst" has no addresses to check`,
 		"listen = \"unix:/s\"\nupstream = \"original-dst\"":                                                          "upstream: \"original-dst\": want a TCP address to listen on",
 		"listen = \":7000\"\nupstream = \"unix:/s\"\ntransparent = true":                                             "transparent: a UNIX upstream sees no address",
 		"listen = \":7000\"\nupstreams = [\"original-dst\", \"a:1\"]":                                                `upstreams: "original-dst" can't be one of several`,
