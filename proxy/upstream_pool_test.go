@@ -328,7 +328,7 @@ func TestWeightsAndPrioritiesShareOut(t *testing.T) {
 func TestBlackHoleLeavesTimeForTheNext(t *testing.T) {
 	f := newFleet(t, 1)
 	b := &fakeBypass{}
-	r := newRig(t, b, to([]string{blackHole(t), f.addr(0)}, func(l *Listener) { l.Balance, l.DialTimeout = BalanceFirst, 2*time.Second }))
+	r := newRig(t, b, to([]string{blackHole(t), f.addr(0)}, func(l *Listener) { l.Balance, l.DialTimeout = BalanceFirst, 6*time.Second }))
 	r.spread(1)
 	controls := 0
 	for _, c := range b.noted() {
