@@ -301,9 +301,12 @@ func TestTransparentKeepsItsCapabilityAsAnotherUser(t *testing.T) {
 		cfg.Listeners[0].Extra["proxy_protocol"] = `{ accept = "on", trusted = ["127.0.0.1"] }`
 		f := &Front{Path: p, Addr: cfg.Listeners[0].Listen}
 		f.Shunt = StartShunt(t, cfg, Launch{})
-		if want := `"capabilities":["cap_net_raw"]`; !strings.Contains(f.Shunt.Output(), want) {
-			t.Errorf("the log doesn't say %s", want)
-		}
+		Until(t, 5*time.Second, "log line", func() error {
+			if want := `"capabilities":["cap_net_raw"]`; !strings.Contains(f.Shunt.Output(), want) {
+				return fmt.Errorf("the log doesn't say %s", want)
+			}
+			return nil
+		})
 		c := f.Dial(t)
 		if _, err := c.Write([]byte("PROXY TCP4 127.9.9.9 127.0.0.1 1 2\r\n")); err != nil {
 			t.Fatal(err)

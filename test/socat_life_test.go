@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"regexp"
 	"strconv"
@@ -139,6 +140,10 @@ func TestSocatRunsWithoutSyslog(t *testing.T) {
 func TestSocatSignals(t *testing.T) {
 	socat, shunt := realSocat(t)
 	svc := startService(t, "tcp4", "127.0.0.1:0", "echo")
+	// Children inherit what is ignored, and socat alone doesn't mind: nohup and shells' background jobs ignore some.
+	caught := make(chan os.Signal, 1)
+	signal.Notify(caught, syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT)
+	defer signal.Stop(caught)
 	for _, fork := range []string{"", ",fork"} {
 		for _, sig := range []syscall.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM} {
 			for _, bin := range []string{socat, shunt} {
