@@ -302,7 +302,7 @@ func TestTransparentKeepsItsCapabilityAsAnotherUser(t *testing.T) {
 		f := &Front{Path: p, Addr: cfg.Listeners[0].Listen}
 		f.Shunt = StartShunt(t, cfg, Launch{})
 		Until(t, 5*time.Second, "log line", func() error {
-			if want := `"capabilities":["cap_net_raw"]`; !strings.Contains(f.Shunt.Output(), want) {
+			if want := `"capabilities":["CAP_NET_RAW"]`; !strings.Contains(f.Shunt.Output(), want) {
 				return fmt.Errorf("the log doesn't say %s", want)
 			}
 			return nil
