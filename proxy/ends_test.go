@@ -275,12 +275,12 @@ func TestHalfOpenTimeoutIsResetByEachByte(t *testing.T) {
 }
 
 func TestIdleTimeoutCountsBothDirectionsAsOne(t *testing.T) {
-	r := newRig(t, nil, onListener(func(l *Listener) { l.IdleTimeout = 300 * time.Millisecond }))
+	r := newRig(t, nil, onListener(func(l *Listener) { l.IdleTimeout = time.Second }))
 	client, service := r.pair()
 	begin := time.Now()
 	tick := time.NewTicker(30 * time.Millisecond)
 	defer tick.Stop()
-	for time.Since(begin) < 700*time.Millisecond {
+	for time.Since(begin) < 1500*time.Millisecond {
 		<-tick.C
 		send(t, service, []byte("."))
 		expect(t, client, ".")
