@@ -81,7 +81,7 @@ func TestEverySizeArrivesBothWays(t *testing.T) {
 				// A message that is alone may be copied as a whole; long streams may not.
 				share := 0.0
 				if size >= 4*mib || Small() && size >= mib {
-					share = 0.5
+					share = 0.1
 				}
 				f.CheckPath(t, size, size, share)
 			})
