@@ -149,14 +149,11 @@ func (c *conn) serve() {
 	if f := c.l.cfg.Trace.Started; f != nil {
 		f(c.id, c.down(), up, c.reason)
 	}
-	switch c.l.cfg.Way {
-	case OnlyUp:
-		c.move(splice.Up, true)
-	case OnlyDown:
-		c.move(splice.Down, true)
-	default:
-		go c.move(splice.Down, true)
-		c.move(splice.Up, true)
+	// Fresh goroutines: dialling has grown this one's stack.
+	for _, d := range []splice.Direction{splice.Up, splice.Down} {
+		if c.l.cfg.Way.carries(d) {
+			go c.move(d, true)
+		}
 	}
 }
 

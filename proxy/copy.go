@@ -17,7 +17,7 @@ const (
 	quietPeriod = 250 * time.Millisecond
 	// freshPeriod is the same for a connection that has just begun: most speak
 	// at once, and the others shouldn't cost two goroutines for long.
-	freshPeriod = 20 * time.Millisecond
+	freshPeriod = 5 * time.Millisecond
 	// quietRead is how long a peer that is refused has for what it is just sending.
 	quietRead = 5 * time.Millisecond
 )

@@ -23,6 +23,7 @@ type tidy struct {
 	armed   atomic.Bool
 	last    atomic.Int64 // unix nanoseconds
 	resting atomic.Int64 // directions that are parked now
+	seen    int64        // of rested, when run came last; run's alone
 }
 
 // rest counts a direction that is parked.
@@ -36,6 +37,13 @@ func (t *tidy) rest() {
 }
 
 func (t *tidy) run() {
+	if n := t.rested.Load(); n-t.seen >= tidyAfter {
+		// Many more are on their way to rest, and the next time is far away.
+		t.seen = n
+		time.AfterFunc(tidyDelay, t.run)
+		return
+	}
+	t.seen = 0
 	t.armed.Store(false)
 	if t.resting.Load() < tidyAfter/2 {
 		return // they have moved on; the next ones to rest arm it again
