@@ -17,6 +17,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"shunt/test/harness"
 )
 
 // readmeTable returns the words in backquotes in the first column of the table
@@ -167,7 +169,7 @@ func TestEveryEndHasItsWord(t *testing.T) {
 	}
 	canceled, cancel := context.WithCancel(context.Background())
 	cancel()
-	hole := blackHole(t)
+	hole := harness.BlackHole(t)
 	odd := errors.New("odd")
 	table := map[string]struct {
 		set     option

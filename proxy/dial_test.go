@@ -19,38 +19,9 @@ import (
 
 	"github.com/rs/zerolog"
 	"golang.org/x/sys/unix"
-)
 
-// blackHole is an address at which connecting hangs: a listener whose
-// backlog is full.
-func blackHole(t *testing.T) string {
-	t.Helper()
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { unix.Close(fd) })
-	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Listen(fd, 0); err != nil {
-		t.Fatal(err)
-	}
-	sa, err := unix.Getsockname(fd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := fmt.Sprintf("127.0.0.1:%d", sa.(*unix.SockaddrInet4).Port)
-	for range 8 {
-		c, err := net.DialTimeout("tcp", addr, 100*time.Millisecond)
-		if err != nil {
-			return addr
-		}
-		t.Cleanup(func() { c.Close() })
-	}
-	t.Fatal("the backlog doesn't fill")
-	return ""
-}
+	"shunt/test/harness"
+)
 
 func TestRefusedUpstreamResetsTheClient(t *testing.T) {
 	r := newRig(t, nil)
@@ -63,7 +34,7 @@ func TestRefusedUpstreamResetsTheClient(t *testing.T) {
 }
 
 func TestBlackHoleIsBoundedByTheDialTimeout(t *testing.T) {
-	hole := blackHole(t)
+	hole := harness.BlackHole(t)
 	r := newRig(t, nil, onListener(func(l *Listener) { l.Upstream, l.DialTimeout = hole, 100*time.Millisecond }))
 	r.refused()
 	r.ended("dial-timeout")
@@ -71,7 +42,7 @@ func TestBlackHoleIsBoundedByTheDialTimeout(t *testing.T) {
 
 func TestClientThatLeavesEndsTheDial(t *testing.T) {
 	for _, finFirst := range []bool{false, true} {
-		hole := blackHole(t)
+		hole := harness.BlackHole(t)
 		r := newRig(t, nil, onListener(func(l *Listener) { l.Upstream, l.DialTimeout = hole, time.Minute }))
 		c := r.dial()
 		eventually(t, "dial", func() bool { return r.srv.liveCount() == 1 })

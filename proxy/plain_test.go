@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"shunt/test/harness"
 )
 
 func TestDialErrorsAreSaidOnceAndPlainly(t *testing.T) {
@@ -23,7 +25,7 @@ func TestDialErrorsAreSaidOnceAndPlainly(t *testing.T) {
 		t.Errorf("no %s in\n%s", want, r.log)
 	}
 
-	hole := blackHole(t)
+	hole := harness.BlackHole(t)
 	slow := newRig(t, nil, onListener(func(l *Listener) { l.Upstream, l.DialTimeout = hole, 100*time.Millisecond }))
 	slow.refused()
 	slow.ended("dial-timeout")

@@ -190,9 +190,8 @@ func TestRoundRobinTakesAllInTurn(t *testing.T) {
 		if m["shunt_upstream_connections_total"+name] != 3 || m["shunt_upstream_up"+name] != 1 {
 			t.Errorf("metrics of %s: %v", f.addr(i), m)
 		}
-		if want := fmt.Sprintf(`"upstream":"%s","up":"%s"`, f.addr(i), f.addr(i)); !strings.Contains(r.log.String(), want) {
-			t.Errorf("no access log with %s", want)
-		}
+		want := fmt.Sprintf(`"upstream":"%s","up":"%s"`, f.addr(i), f.addr(i))
+		eventually(t, "access log with "+want, func() bool { return strings.Contains(r.log.String(), want) })
 	}
 }
 
@@ -328,7 +327,7 @@ func TestWeightsAndPrioritiesShareOut(t *testing.T) {
 func TestBlackHoleLeavesTimeForTheNext(t *testing.T) {
 	f := newFleet(t, 1)
 	b := &fakeBypass{}
-	r := newRig(t, b, to([]string{blackHole(t), f.addr(0)}, func(l *Listener) { l.Balance, l.DialTimeout = BalanceFirst, 6*time.Second }))
+	r := newRig(t, b, to([]string{harness.BlackHole(t), f.addr(0)}, func(l *Listener) { l.Balance, l.DialTimeout = BalanceFirst, 6*time.Second }))
 	r.spread(1)
 	controls := 0
 	for _, c := range b.noted() {
@@ -583,9 +582,8 @@ func TestEveryAddressOfANameIsUsed(t *testing.T) {
 		if got := r.spread(6); !maps.Equal(got, map[int]int{0: 2, 1: 2, 2: 2}) {
 			t.Errorf("%v", got)
 		}
-		if want := fmt.Sprintf(`"upstream":"%s","up":"%s"`, named(f, "web.test"), f.addr(0)); !strings.Contains(r.log.String(), want) {
-			t.Errorf("no access log with %s", want)
-		}
+		want := fmt.Sprintf(`"upstream":"%s","up":"%s"`, named(f, "web.test"), f.addr(0))
+		eventually(t, "access log with "+want, func() bool { return strings.Contains(r.log.String(), want) })
 	}
 }
 
