@@ -67,6 +67,7 @@ type flow struct {
 // while it is parked; whoever ends the second one closes the connection.
 type conn struct {
 	id      uint64
+	ticket  uint64 // its place in the listener's order
 	l       *listener
 	at      *endpoint // the upstream address, once dialled; nil where a DialFunc connects; guarded by mu
 	start   time.Time
@@ -101,6 +102,7 @@ func (c *conn) down() Stream { return c.legs[0].sock }
 // serve is an accepted connection's life up to the start of its two
 // directions.
 func (c *conn) serve() {
+	defer c.l.order.leave(c.ticket) // the directions have their own goroutines
 	if c.l.pool.refuses() {
 		c.mu.Lock()
 		c.blame(causeNoUpstream)
@@ -112,6 +114,9 @@ func (c *conn) serve() {
 	var up Stream
 	var err error
 	if c.l.needsHead() {
+		if c.l.cfg.ProxyProtocol.Accept {
+			c.l.order.leave(c.ticket) // the header can take any time
+		}
 		err = c.readHead()
 	}
 	if err == nil {
@@ -225,7 +230,7 @@ func (c *conn) claim() Candidate {
 // dial connects the upstream. On an error the cause is set, and nothing is
 // left over but the client's leg.
 func (c *conn) dial(cand Candidate) (Stream, error) {
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(context.WithValue(context.Background(), connKey{}, c))
 	defer cancel()
 	c.mu.Lock()
 	c.state, c.cancel = stateDialling, cancel

@@ -29,7 +29,8 @@
 // goes on for as long as anything moves. A reset is passed on as a reset, but
 // not before the far end has acknowledged what was accepted for it: closing
 // with SO_LINGER zero would throw that away. Nothing
-// waits for a first byte from either side. Timeouts, the end of a drain and
+// waits for a first byte from either side. Connections reach the upstream in the order
+// in which they were accepted, unless one has to wait before it dials. Timeouts, the end of a drain and
 // a second stop reset both ends at once.
 //
 // # Copying, and what an idle connection costs

@@ -34,6 +34,7 @@ type listener struct {
 	noBypass splice.Reason // why no connection is bypassed, or empty
 	slots    *slots
 	gate     *gate
+	order    *order
 	limitLog rate
 	dialLog  rate
 	oddLog   rate
@@ -80,7 +81,7 @@ func newListener(s *Server, cfg Listener) *listener {
 	l := &listener{
 		srv: s, cfg: cfg, closing: make(chan struct{}), pings: make(chan chan struct{}, 1),
 		log:  s.log.With().Str("listener", cfg.Name).Logger(),
-		gate: newGate(&cfg), past: newPast(),
+		gate: newGate(&cfg), order: newOrder(), past: newPast(),
 	}
 	l.upstream = cfg.Upstream
 	onlyUnix := false
@@ -298,6 +299,7 @@ func (l *listener) accept() {
 			if l.cfg.Once {
 				ln.Close()
 			}
+			c.ticket = l.order.enter()
 			go c.serve()
 			if l.cfg.Once {
 				return

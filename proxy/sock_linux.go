@@ -174,13 +174,8 @@ func (k KeepAlive) Set(raw syscall.RawConn) error {
 	return errors.Join(cerr, err)
 }
 
-// Connect connects a non-blocking TCP socket, from a net.Dialer's Control
-// and as its last act. Where the peer is on this host the handshake is over when connect(2)
-// returns, though it says EINPROGRESS; package net's own connect(2) then finds the
-// socket connected, and neither waits for the poller nor starts a goroutine for it. Where
-// the peer is elsewhere nothing has changed for it. All errors are its to find.
-// Not for a Dialer with a LocalAddr: that is bound after Control.
-func Connect(raw syscall.RawConn, to netip.AddrPort) {
+// connectSocket is Connect's connect(2).
+func connectSocket(raw syscall.RawConn, to netip.AddrPort) {
 	if to.Addr().Zone() != "" {
 		return
 	}

@@ -40,8 +40,8 @@ const ownKeepAlive = false
 // Set does nothing: package net sets the options.
 func (k KeepAlive) Set(syscall.RawConn) error { return nil }
 
-// Connect does nothing: package net connects.
-func Connect(syscall.RawConn, netip.AddrPort) {}
+// connectSocket does nothing: package net connects, next.
+func connectSocket(syscall.RawConn, netip.AddrPort) {}
 
 // peerOf doesn't know.
 func peerOf(Stream) *credentials { return nil }

@@ -159,7 +159,9 @@ func (a address) String() string {
 func (l *listener) dialAddress(ctx context.Context, a address, timeout time.Duration, control ControlFunc) (Stream, error) {
 	d := net.Dialer{Timeout: timeout}
 	if a.unix != "" {
-		c, err := d.DialContext(ctx, "unix", a.unix)
+		var c net.Conn
+		var err error
+		InOrder(ctx, func() { c, err = d.DialContext(ctx, "unix", a.unix) })
 		if err != nil {
 			return nil, err
 		}
@@ -172,7 +174,7 @@ func (l *listener) dialAddress(ctx context.Context, a address, timeout time.Dura
 				return err
 			}
 		}
-		Connect(raw, a.tcp)
+		Connect(ctx, raw, a.tcp)
 		return nil
 	}
 	d.SetMultipathTCP(false)

@@ -508,7 +508,7 @@ func (f *forwarding) connect(ctx context.Context, a *address, control proxy.Cont
 }
 
 // dialer returns a dialer from local, where that is valid, that sets a's options.
-func (f *forwarding) dialer(a *address, local, to netip.AddrPort, control proxy.ControlFunc) *net.Dialer {
+func (f *forwarding) dialer(ctx context.Context, a *address, local, to netip.AddrPort, control proxy.ControlFunc) *net.Dialer {
 	d := &net.Dialer{FallbackDelay: -1, KeepAlive: -1, Control: func(network, addr string, c syscall.RawConn) (err error) {
 		cerr := c.Control(func(fd uintptr) { err = f.setOptions(a, int(fd), onDialling) })
 		err = errors.Join(cerr, err)
@@ -520,7 +520,7 @@ func (f *forwarding) dialer(a *address, local, to netip.AddrPort, control proxy.
 			err = control(network, addr, c)
 		}
 		if err == nil && to.IsValid() && !local.IsValid() {
-			proxy.Connect(c, to)
+			proxy.Connect(ctx, c, to)
 		}
 		return err
 	}}
@@ -551,7 +551,7 @@ func (f *forwarding) connectTCP(ctx context.Context, a *address, control proxy.C
 			return nil, err
 		}
 		for _, local := range locals {
-			d := f.dialer(a, local, to, control)
+			d := f.dialer(ctx, a, local, to, control)
 			var c net.Conn
 			last = inNetns(a, func() (err error) {
 				c, err = d.DialContext(ctx, "tcp", to.String())
@@ -620,7 +620,7 @@ func (f *forwarding) locals(ctx context.Context, a *address, to netip.Addr) ([]n
 func (f *forwarding) connectUnix(ctx context.Context, a *address) (proxy.Stream, error) {
 	name := unixName(a.typ.kind, a.params[0])
 	f.log.printf('N', "opening connection to AF=1 %q", a.params[0])
-	d := f.dialer(a, netip.AddrPort{}, netip.AddrPort{}, nil)
+	d := f.dialer(ctx, a, netip.AddrPort{}, netip.AddrPort{}, nil)
 	if v := a.textOf("bind"); v != "" {
 		d.LocalAddr = &net.UnixAddr{Name: unixName(a.typ.kind, v), Net: "unix"}
 	}
@@ -630,7 +630,7 @@ func (f *forwarding) connectUnix(ctx context.Context, a *address) (proxy.Stream,
 	}
 	var c net.Conn
 	err := inNetns(a, func() (err error) {
-		c, err = d.DialContext(ctx, "unix", name)
+		proxy.InOrder(ctx, func() { c, err = d.DialContext(ctx, "unix", name) })
 		return err
 	})
 	if err != nil {
