@@ -81,10 +81,13 @@ func (p *pool) checked(ctx context.Context, e *endpoint, err error) {
 	if ctx.Err() != nil { // e has left the pool meanwhile
 		return
 	}
-	if err != nil {
-		e.lastErr = err
-	}
 	h := p.l.cfg.Health
+	if err != nil {
+		e.lastErr, e.good = err, 0
+	} else if e.good++; e.good >= h.Rise && e.times > 0 {
+		// The guess was wrong, or is out of date.
+		p.admitLocked(e, "health")
+	}
 	need := h.Fall
 	switch {
 	case !e.checked:

@@ -119,6 +119,7 @@ type endpoint struct {
 	checked bool
 	down    bool
 	streak  int // checks in a row that spoke against down, or for it
+	good    int // checks in a row that connected, since the last failed dial
 	stop    context.CancelFunc
 
 	current float64 // of round robin
@@ -253,7 +254,7 @@ func (p *pool) rebuild() {
 	for e := range old {
 		if e.stop != nil {
 			e.stop()
-			e.stop, e.checked, e.down, e.streak = nil, false, false, 0
+			e.stop, e.checked, e.down, e.streak, e.good = nil, false, false, 0, 0
 		}
 	}
 	for a, e := range p.known {
@@ -467,8 +468,13 @@ func (p *pool) reached(e *endpoint) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.admitLocked(e, "dial")
+}
+
+// admitLocked forgets e's failed dials. p.mu is held.
+func (p *pool) admitLocked(e *endpoint, cause string) {
 	if e.times > 0 {
-		p.l.log.Info().Str("upstream", e.upstream).Str("up", e.text).Str("cause", "dial").Msg("upstream up")
+		p.l.log.Info().Str("upstream", e.upstream).Str("up", e.text).Str("cause", cause).Msg("upstream up")
 	}
 	e.failures, e.times, e.ejected = 0, 0, time.Time{}
 	e.ailing.Store(false)
@@ -481,7 +487,7 @@ func (p *pool) missed(e *endpoint, err error, several bool) {
 	defer p.mu.Unlock()
 	e.ailing.Store(true)
 	e.failures++
-	e.lastErr = err
+	e.lastErr, e.good = err, 0
 	eject := p.l.cfg.Eject
 	now := time.Now()
 	if !several || eject.Failures == 0 || e.failures < eject.Failures || e.out(now) {

@@ -438,6 +438,36 @@ func checksOf(interval time.Duration) func(*Listener) {
 	}
 }
 
+func TestChecksEndAnEjection(t *testing.T) {
+	f := newFleet(t, 2)
+	r := newRig(t, nil, to(f.addrs(), checksOf(20*time.Millisecond)))
+	p := r.srv.listeners[0].pool
+	state := func() string { return r.states()[f.addr(0)] }
+	p.mu.Lock()
+	e := (*p.set.Load())[0].endpoint
+	e.times, e.good, e.ejected = 3, 0, time.Now().Add(time.Hour)
+	e.ailing.Store(true)
+	p.mu.Unlock()
+	eventually(t, "end of the ejection", func() bool { return state() == "up" && !e.ailing.Load() })
+	if got := r.spread(4); got[0] != 2 {
+		t.Errorf("%v", got)
+	}
+	if !strings.Contains(r.log.String(), `"cause":"health"`) {
+		t.Error("not logged")
+	}
+	// Checks that fail don't end one.
+	f.stop(0)
+	eventually(t, "state down", func() bool { return state() == "down" })
+	p.mu.Lock()
+	e.times, e.ejected = 1, time.Now().Add(time.Hour)
+	e.ailing.Store(true)
+	p.mu.Unlock()
+	time.Sleep(100 * time.Millisecond)
+	if !e.ailing.Load() {
+		t.Error("failed checks ended an ejection")
+	}
+}
+
 func TestChecksTakeDownAndBringUp(t *testing.T) {
 	f := newFleet(t, 2)
 	b := &fakeBypass{}

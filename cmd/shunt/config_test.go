@@ -53,7 +53,7 @@ idle_timeout = "2s"
 half_open_timeout = "3s"
 keepalive = { idle = "4s", interval = "5s", count = 6 }
 drain_timeout = "7s"
-proxy_protocol = { send = "v2", accept = "on", header_timeout = "8s", trusted = ["10.0.0.0/8", "::ffff:192.0.2.1", "unix:"] }
+proxy_protocol = { send = "v2", accept = "on", header_timeout = "8s", trusted = ["10.0.0.0/8", "::ffff:192.0.2.1"] }
 transparent = true
 [[listener]]
 listen = ":7001"
@@ -68,6 +68,7 @@ idle = "0s"
 listen = "unix:/run/a.sock"
 unix = { mode = "0660", owner = "o", group = "g", unlink = false }
 upstream = "[::1]:8000"
+proxy_protocol = { accept = "on", trusted = ["unix:"] }
 `))
 	if err != nil {
 		t.Fatal(err)
@@ -81,6 +82,7 @@ upstream = "[::1]:8000"
 	third := proxy.DefaultListener()
 	third.Name, third.Listen, third.Upstream = "unix:/run/a.sock", "unix:/run/a.sock", "[::1]:8000"
 	third.Unix = proxy.UnixSocket{Mode: 0o660, Owner: "o", Group: "g"}
+	third.ProxyProtocol.Accept, third.ProxyProtocol.TrustUnix = true, true
 	first := proxy.DefaultListener()
 	want := proxy.Config{
 		DNSServers: []string{"127.0.0.1:8600", "[::1]:53"},
@@ -93,7 +95,7 @@ upstream = "[::1]:8000"
 			DrainTimeout: 7 * time.Second,
 			ProxyProtocol: proxy.ProxyProtocol{
 				Send: proxy.HeaderV2, Accept: true, HeaderTimeout: 8 * time.Second,
-				Trusted: networks([]string{"10.0.0.0/8", "192.0.2.1"}), TrustUnix: true,
+				Trusted: networks([]string{"10.0.0.0/8", "192.0.2.1"}),
 			},
 			Transparent: true,
 		}, second, third},

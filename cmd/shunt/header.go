@@ -34,6 +34,8 @@ func (l *listenerTable) validateAddresses(d *document, p keyPath) {
 		if slices.Contains(l.upstreams(), proxy.OriginalDst) {
 			d.errorf(p.with("upstream"), "%q: want a TCP address to listen on: nothing is redirected to a UNIX socket", proxy.OriginalDst)
 		}
+	} else if slices.Contains(l.ProxyProtocol.Trusted, trustUnix) {
+		d.errorf(p.with("proxy_protocol").with("trusted"), "%q stands for the clients of a UNIX socket, and listen = %q is none", trustUnix, l.Listen)
 	}
 	if l.Health.Interval > 0 && slices.Contains(l.upstreams(), proxy.OriginalDst) {
 		d.errorf(p.with("health").with("interval"), "upstream = %q has no addresses to check: want 0s", proxy.OriginalDst)

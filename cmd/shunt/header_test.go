@@ -30,7 +30,7 @@ func TestProxyProtocolErrorsSayWhatIsRight(t *testing.T) {
 		`proxy_protocol.send = "v1"`,
 		`proxy_protocol = { accept = "on", trusted = ["0.0.0.0/0", "::/0"] }`,
 		`proxy_protocol = { accept = "on", trusted = ["::ffff:10.0.0.0/104", "fd00::1"] }`,
-		"[listener.proxy_protocol]\naccept = \"on\"\ntrusted = [\"unix:\"]",
+		"[listener.proxy_protocol]\naccept = \"on\"\ntrusted = [\"127.0.0.1\"]",
 	} {
 		if _, err := parseConfig("f", []byte(listener(line))); err != nil {
 			t.Errorf("%v for\n%s", err, line)
@@ -41,6 +41,7 @@ func TestProxyProtocolErrorsSayWhatIsRight(t *testing.T) {
 func TestAddressKeysThatCannotWorkTogether(t *testing.T) {
 	for text, want := range map[string]string{
 		"listen = \"unix:/s\"\nupstream = \"a:1\"\nproxy_protocol = { accept = \"on\", trusted = [\"10.0.0.0/8\"] }": `proxy_protocol.trusted: want "unix:"`,
+		"listen = \":7000\"\nupstream = \"a:1\"\nproxy_protocol = { trusted = [\"unix:\"] }":                         `proxy_protocol.trusted: "unix:" stands for the clients of a UNIX socket, and listen = ":7000" is none`,
 		"listen = \":7000\"\nupstream = \"original-dst\"\nhealth = { interval = \"1s\" }":                            `health.interval: upstream = "original-dst" has no addresses to check`,
 		"listen = \"unix:/s\"\nupstream = \"original-dst\"":                                                          "upstream: \"original-dst\": want a TCP address to listen on",
 		"listen = \":7000\"\nupstream = \"unix:/s\"\ntransparent = true":                                             "transparent: a UNIX upstream sees no address",
