@@ -61,7 +61,7 @@ func tiers() []tier {
 	for _, target := range []string{"linux/s390x", "darwin/arm64", "freebsd/amd64", "windows/amd64"} {
 		system, arch, _ := strings.Cut(target, "/")
 		quick.steps = append(quick.steps, step{
-			name: "build for " + target, argv: []string{"go", "build", "./..."},
+			name: "build for " + target, argv: []string{"sh", "-c", "go build ./... && go vet ./cmd/... ./proxy/... ./splice/... ./bpf/..."},
 			env: []string{"GOOS=" + system, "GOARCH=" + arch, "CGO_ENABLED=0"},
 		})
 	}
