@@ -65,7 +65,11 @@ func oneVerdict(t *testing.T, k *Kernel) {
 		wg.Add(2)
 		go func() {
 			defer wg.Done()
-			defer from.CloseWrite()
+			defer func() {
+				from.CloseWrite()
+				for range taken { // the reader must not wait for us
+				}
+			}()
 			content := pattern(1024, int(d))
 			due := 0
 			for i := range messages {
