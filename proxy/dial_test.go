@@ -216,6 +216,9 @@ func TestFewDescriptorsServeAllInTheEnd(t *testing.T) {
 		if _, err := fmt.Fscanln(out, &addr); err != nil {
 			t.Fatal(err)
 		}
+		// The first ones do nothing for longer than a dial may take.
+		hold := make(chan struct{})
+		time.AfterFunc(1500*time.Millisecond, func() { close(hold) })
 		var wg sync.WaitGroup
 		for i := range 200 {
 			wg.Go(func() {
@@ -225,6 +228,7 @@ func TestFewDescriptorsServeAllInTheEnd(t *testing.T) {
 					return
 				}
 				defer c.Close()
+				<-hold
 				c.SetDeadline(time.Now().Add(20 * time.Second))
 				fmt.Fprintf(c, "%03d", i)
 				b := make([]byte, 3)
@@ -255,6 +259,7 @@ func serveWithFewDescriptors(upstream string, overbooked bool) {
 	}
 	l := DefaultListener()
 	l.Name, l.Listen, l.Upstream = "web", "127.0.0.1:0", upstream
+	l.DialTimeout = time.Second
 	if overbooked {
 		l.MaxConnections = 1000
 	}

@@ -233,11 +233,11 @@ func (s *Server) place(l *listener, before []*listener) {
 	for _, old := range before {
 		if old.cfg.Name == l.cfg.Name && old.slots != s.derived {
 			l.slots = old.slots
-			l.slots.resize(l.cfg.MaxConnections)
+			l.slots.resize(s.limitOf(l))
 			return
 		}
 	}
-	l.slots = newSlots(l.cfg.MaxConnections)
+	l.slots = newSlots(s.limitOf(l))
 }
 
 // forget drops the counters of a name that no listener has and no connection. s.mu

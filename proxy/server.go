@@ -31,6 +31,7 @@ type Server struct {
 	metrics     *metrics
 	derived     *slots     // of the listeners without a limit of their own
 	fitting     int        // how many of these the open files allow
+	most        int        // the same, with no pipes: more than a limit of a listener's own is not used
 	adminSocket *Inherited // until Open has used it
 
 	accessLog atomic.Bool
@@ -305,19 +306,26 @@ func (s *Server) share(files uint64) {
 	free := int64(min(files, 1<<30)) - openFiles() - filesSpare
 	conns := max(free/(filesPerConn+filesPerPipe), 1)
 	s.fitting = int(conns)
+	s.most = int(max(free/filesPerConn, 1))
 	s.derived = newSlots(s.places(s.listeners))
 	for _, l := range s.listeners {
 		if l.cfg.MaxConnections == 0 {
 			l.slots = s.derived
 			continue
 		}
-		l.slots = newSlots(l.cfg.MaxConnections)
-		if int64(l.cfg.MaxConnections) > free/filesPerConn {
-			l.log.Warn().Int("max_connections", l.cfg.MaxConnections).Uint64("rlimit_nofile", files).
-				Msg("max_connections is more than the open files allow")
-		}
+		l.slots = newSlots(s.limitOf(l))
 	}
 	s.pipes.left.Store(max((free-conns*filesPerConn)/filesPerPipe, 0))
+}
+
+// limitOf is how many places a listener with a limit of its own has. With more than the files allow,
+// accepted connections would leave none for their own dials.
+func (s *Server) limitOf(l *listener) int {
+	n := l.cfg.MaxConnections
+	if n > s.most {
+		l.log.Warn().Int("max_connections", n).Int("used", s.most).Msg("max_connections is more than the open files allow")
+	}
+	return min(n, s.most)
 }
 
 // places is how many derived has for these listeners. Each accept loop holds one while it waits: with fewer places
