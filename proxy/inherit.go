@@ -26,6 +26,8 @@ type Inherited struct {
 	Admin bool
 	// Keep says that a UNIX socket's file is somebody else's to remove.
 	Keep bool
+	// Unlink says that a former process's file is to be removed with the socket.
+	Unlink bool
 }
 
 // Handed is a listening socket for the process that takes over.
@@ -75,6 +77,12 @@ func (s *Server) inherit() error {
 		case in.Former:
 			s.log.Info().Str("addr", addrString(in.Listener.Addr())).Str("listener", in.Name).Msg("listener removed")
 			in.Listener.Close()
+			if path, ok := strings.CutPrefix(in.Listen, "unix:"); ok && in.Unlink {
+				if f := in.formerFile(path); f != nil {
+					f.how.Unlink = true
+					s.dropped = append(s.dropped, f)
+				}
+			}
 		default:
 			return fmt.Errorf("inherited socket %s: no listener has this name or this address", in)
 		}
@@ -120,16 +128,32 @@ func (in *Inherited) at(listen string) bool {
 	return "unix:"+in.Listener.Addr().String() == listen
 }
 
-// socketFile returns the file of a UNIX socket that a former process made, nil for another.
+// socketFile returns the file of a UNIX socket that a former process made, nil for another; it becomes what how says.
 func (in *Inherited) socketFile(path string, how UnixSocket) (*socketFile, error) {
+	return in.formerFile(path).change(how)
+}
+
+// formerFile returns the file of a UNIX socket that a former process made, nil for another.
+func (in *Inherited) formerFile(path string) *socketFile {
 	if !in.Former || in.Keep || path == "" || path[0] == '@' {
-		return nil, nil
+		return nil
 	}
 	made, err := os.Lstat(path)
 	if err != nil {
-		return nil, nil // somebody has removed it
+		return nil // somebody has removed it
 	}
-	return (&socketFile{path: path, made: made}).change(how)
+	return &socketFile{path: path, made: made}
+}
+
+// removeDropped removes the files of former sockets that nothing serves any more. The former process still has
+// them open.
+func (s *Server) removeDropped() {
+	for _, f := range s.dropped {
+		if err := f.remove(); err != nil {
+			s.log.Info().Err(err).Msg("the socket's file stays")
+		}
+	}
+	s.dropped = nil
 }
 
 // giveBack leaves the files of the UNIX sockets that were handed over to the former process: this one
@@ -182,12 +206,12 @@ func (s *Server) Sockets() (hs []Handed, err error) {
 		return nil
 	}
 	for _, l := range s.listeners {
-		if err := add(*l.ln.Load(), Inherited{Name: l.cfg.Name, Listen: l.cfg.Listen, Keep: l.file == nil}); err != nil {
+		if err := add(*l.ln.Load(), Inherited{Name: l.cfg.Name, Listen: l.cfg.Listen, Keep: l.file == nil, Unlink: l.file != nil && l.file.how.Unlink}); err != nil {
 			return hs, fmt.Errorf("listener %q: duplicate the socket: %w", l.cfg.Name, err)
 		}
 	}
 	if a := s.admin; a != nil {
-		if err := add(a.ln, Inherited{Name: adminName, Listen: a.listen, Admin: true, Keep: a.file == nil}); err != nil {
+		if err := add(a.ln, Inherited{Name: adminName, Listen: a.listen, Admin: true, Keep: a.file == nil, Unlink: a.file != nil && a.file.how.Unlink}); err != nil {
 			return hs, fmt.Errorf("admin: duplicate the socket: %w", err)
 		}
 	}

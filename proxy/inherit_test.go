@@ -335,6 +335,45 @@ func handTo(t *testing.T, r *rig, cfg Config) Config {
 	return cfg
 }
 
+func TestFilesOfDroppedSocketsAreRemoved(t *testing.T) {
+	for _, unlink := range []bool{true, false} {
+		dir := shortDir(t)
+		listen, admin, other := filepath.Join(dir, "l"), filepath.Join(dir, "a"), filepath.Join(dir, "o")
+		r := newRig(t, nil, listenAt(listen, func(u *UnixSocket) { u.Unlink = unlink }), func(c *Config) { c.Admin = "unix:" + admin })
+		cfg := handTo(t, r, r.srv.cfg)
+		cfg.Admin = ""
+		cfg.Listeners = slices.Clone(cfg.Listeners)
+		cfg.Listeners[0].Name, cfg.Listeners[0].Listen = "other", "unix:"+other
+		next, err := New(cfg, nil, zerolog.Nop())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := next.Open(); err != nil {
+			t.Fatal(err)
+		}
+		// Until it serves the former process may go on.
+		for _, path := range []string{listen, admin} {
+			if _, err := os.Lstat(path); err != nil {
+				t.Error(err)
+			}
+		}
+		next.Serve()
+		if _, err := os.Lstat(admin); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("admin socket: %v", err)
+		}
+		if _, err := os.Lstat(listen); errors.Is(err, os.ErrNotExist) != unlink {
+			t.Errorf("unlink %v: %v", unlink, err)
+		}
+		if _, err := os.Lstat(other); err != nil {
+			t.Error(err)
+		}
+		if err := next.Shutdown(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		r.srv.HandOver()
+	}
+}
+
 func TestServerThatDoesNotServeLeavesTheFormerOnesFiles(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("missing: descriptors to hand over")

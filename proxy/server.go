@@ -29,10 +29,11 @@ type Server struct {
 	tidy        tidy
 	dns         []string // what resolver asks; guarded by changing
 	metrics     *metrics
-	derived     *slots     // of the listeners without a limit of their own
-	fitting     int        // how many of these the open files allow
-	most        int        // the same, with no pipes: more than a limit of a listener's own is not used
-	adminSocket *Inherited // until Open has used it
+	derived     *slots        // of the listeners without a limit of their own
+	fitting     int           // how many of these the open files allow
+	most        int           // the same, with no pipes: more than a limit of a listener's own is not used
+	adminSocket *Inherited    // until Open has used it
+	dropped     []*socketFile // of former sockets that nothing wants, until Serve
 
 	accessLog atomic.Bool
 
@@ -257,6 +258,7 @@ func (s *Server) Open() (err error) {
 func (s *Server) Serve() {
 	s.changing.Lock()
 	defer s.changing.Unlock()
+	s.removeDropped()
 	if s.admin != nil {
 		s.admin.serve()
 	}

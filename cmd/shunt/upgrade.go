@@ -53,6 +53,7 @@ type handed struct {
 	Listen string `json:"listen"`
 	Admin  bool   `json:"admin,omitempty"`
 	Keep   bool   `json:"keep,omitempty"`
+	Unlink bool   `json:"unlink,omitempty"`
 }
 
 // upgrade is a new process that is on its way.
@@ -77,7 +78,7 @@ func startUpgrade(program string, args []string, sockets []proxy.Handed, timeout
 	cmd.ExtraFiles = []*os.File{theirs}
 	list := []handed{}
 	for _, h := range sockets {
-		list = append(list, handed{h.Name, h.Listen, h.Admin, h.Keep})
+		list = append(list, handed{h.Name, h.Listen, h.Admin, h.Keep, h.Unlink})
 		cmd.ExtraFiles = append(cmd.ExtraFiles, h.File)
 	}
 	text, err := json.Marshal(list)
@@ -207,7 +208,7 @@ func formerProcess() (*former, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: socket %q: %w", upgradeEnv, h.Name, err)
 		}
-		f.sockets = append(f.sockets, proxy.Inherited{Listener: ln, Name: h.Name, Former: true, Listen: h.Listen, Admin: h.Admin, Keep: h.Keep})
+		f.sockets = append(f.sockets, proxy.Inherited{Listener: ln, Name: h.Name, Former: true, Listen: h.Listen, Admin: h.Admin, Keep: h.Keep, Unlink: h.Unlink})
 	}
 	return f, nil
 }
