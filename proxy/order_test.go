@@ -26,7 +26,7 @@ func TestOrder(t *testing.T) {
 				return
 			}
 			time.Sleep(time.Duration(n-ticket) * 20 * time.Microsecond) // the last ones come first
-			o.wait(ticket)
+			o.wait(ticket, time.Time{})
 			mu.Lock()
 			got = append(got, ticket)
 			mu.Unlock()
@@ -50,7 +50,7 @@ func TestOrderDoesNotWaitLong(t *testing.T) {
 	var wg sync.WaitGroup
 	for _, ticket := range []uint64{third, second} {
 		wg.Go(func() {
-			o.wait(ticket)
+			o.wait(ticket, time.Time{})
 			o.leave(ticket)
 		})
 	}
@@ -62,7 +62,7 @@ func TestOrderDoesNotWaitLong(t *testing.T) {
 	next := o.enter()
 	done := make(chan struct{})
 	go func() {
-		o.wait(next)
+		o.wait(next, time.Time{})
 		close(done)
 	}()
 	select {
@@ -70,12 +70,65 @@ func TestOrderDoesNotWaitLong(t *testing.T) {
 	case <-time.After(deadline):
 		t.Fatal("still waits for one that lost its place")
 	}
-	o.wait(slow)
+	o.wait(slow, time.Time{})
 	o.leave(slow)
 	o.leave(next)
 	if o.first != 4 || len(o.over) > 0 || len(o.waiting) > 0 {
 		t.Errorf("left over: first %d, %d over, %d waiting", o.first, len(o.over), len(o.waiting))
 	}
+}
+
+// Those that are ready behind one that isn't keep their order.
+func TestOrderBehindASlowOne(t *testing.T) {
+	o := newOrder()
+	o.patience = time.Second // busy machines
+	o.enter()
+	const n = 30
+	tickets := make([]uint64, n)
+	for i := range tickets {
+		tickets[i] = o.enter()
+	}
+	var mu sync.Mutex
+	var got []uint64
+	var wg sync.WaitGroup
+	for _, ticket := range slices.Backward(tickets) {
+		wg.Go(func() {
+			o.wait(ticket, time.Time{})
+			mu.Lock()
+			got = append(got, ticket)
+			mu.Unlock()
+			o.leave(ticket)
+		})
+		time.Sleep(50 * time.Microsecond)
+	}
+	wg.Wait()
+	if !slices.IsSorted(got) {
+		t.Errorf("order %v", got)
+	}
+}
+
+func TestOrderForgetsThoseThatNeedNoTurn(t *testing.T) {
+	o := newOrder()
+	o.enter() // hangs
+	for range 3 * maxOver {
+		o.leave(o.enter())
+	}
+	if len(o.over) > maxOver {
+		t.Errorf("remembers %d", len(o.over))
+	}
+}
+
+// A wait for others leaves time for the dial.
+func TestOrderLeavesTimeForTheDial(t *testing.T) {
+	r := newRig(t, nil, onListener(func(l *Listener) { l.DialTimeout = 500 * time.Millisecond }))
+	o := r.srv.listeners[0].order
+	o.mu.Lock()
+	o.patience = deadline
+	o.mu.Unlock()
+	o.enter() // hangs
+	client, service := r.pair()
+	send(t, client, []byte("x"))
+	expect(t, service, "x")
 }
 
 // TestConnectionsKeepTheirOrder opens many connections one after the other, without waiting for the service.

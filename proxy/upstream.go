@@ -174,8 +174,7 @@ func (l *listener) dialAddress(ctx context.Context, a address, timeout time.Dura
 				return err
 			}
 		}
-		Connect(ctx, raw, a.tcp)
-		return nil
+		return Connect(ctx, raw, a.tcp)
 	}
 	d.SetMultipathTCP(false)
 	if ownKeepAlive {

@@ -84,9 +84,12 @@ func (p *pool) checked(ctx context.Context, e *endpoint, err error) {
 	h := p.l.cfg.Health
 	if err != nil {
 		e.lastErr, e.good = err, 0
-	} else if e.good++; e.good >= h.Rise && e.times > 0 {
-		// The guess was wrong, or is out of date.
-		p.admitLocked(e, "health")
+	} else if e.good++; e.good >= h.Rise && e.out(time.Now()) {
+		// The guess is out of date. A dial that fails makes it anew, and for longer.
+		e.ejected = time.Time{}
+		if !e.down { // or else that is about to be said
+			p.l.log.Info().Str("upstream", e.upstream).Str("up", e.text).Str("cause", "health").Msg("upstream up")
+		}
 	}
 	need := h.Fall
 	switch {

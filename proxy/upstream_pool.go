@@ -468,13 +468,8 @@ func (p *pool) reached(e *endpoint) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.admitLocked(e, "dial")
-}
-
-// admitLocked forgets e's failed dials. p.mu is held.
-func (p *pool) admitLocked(e *endpoint, cause string) {
-	if e.times > 0 {
-		p.l.log.Info().Str("upstream", e.upstream).Str("up", e.text).Str("cause", cause).Msg("upstream up")
+	if !e.ejected.IsZero() {
+		p.l.log.Info().Str("upstream", e.upstream).Str("up", e.text).Str("cause", "dial").Msg("upstream up")
 	}
 	e.failures, e.times, e.ejected = 0, 0, time.Time{}
 	e.ailing.Store(false)
@@ -493,12 +488,13 @@ func (p *pool) missed(e *endpoint, err error, several bool) {
 	if !several || eject.Failures == 0 || e.failures < eject.Failures || e.out(now) {
 		return
 	}
+	news := e.ejected.IsZero()
 	e.times++
 	e.ejected = now.Add(min(time.Duration(e.times)*eject.Duration, max(maxEjected, eject.Duration)))
 	// Afterwards one failure is enough.
 	e.failures = eject.Failures - 1
 	ev := p.l.log.Debug()
-	if e.times == 1 {
+	if news {
 		ev = p.l.log.Warn()
 	}
 	ev.Str("upstream", e.upstream).Str("up", e.text).Str("cause", "dial").Err(err).Dur("ejected", e.ejected.Sub(now)).Msg("upstream down")

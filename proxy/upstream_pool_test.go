@@ -448,7 +448,17 @@ func TestChecksEndAnEjection(t *testing.T) {
 	e.times, e.good, e.ejected = 3, 0, time.Now().Add(time.Hour)
 	e.ailing.Store(true)
 	p.mu.Unlock()
-	eventually(t, "end of the ejection", func() bool { return state() == "up" && !e.ailing.Load() })
+	ejected := func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return e.out(time.Now())
+	}
+	eventually(t, "end of the ejection", func() bool { return state() == "up" && !ejected() })
+	p.mu.Lock()
+	if e.times != 3 {
+		t.Errorf("ejected %d times: the next one must not be as short as the first", e.times)
+	}
+	p.mu.Unlock()
 	if got := r.spread(4); got[0] != 2 {
 		t.Errorf("%v", got)
 	}
@@ -463,8 +473,16 @@ func TestChecksEndAnEjection(t *testing.T) {
 	e.ailing.Store(true)
 	p.mu.Unlock()
 	time.Sleep(100 * time.Millisecond)
-	if !e.ailing.Load() {
+	if !ejected() {
 		t.Error("failed checks ended an ejection")
+	}
+	// Good ones say once that it is up, though it was down twice over.
+	before := strings.Count(r.log.String(), "upstream up")
+	f.restart(0)
+	eventually(t, "state up", func() bool { return state() == "up" && !ejected() })
+	time.Sleep(100 * time.Millisecond)
+	if n := strings.Count(r.log.String(), "upstream up") - before; n != 1 {
+		t.Errorf("said %d times that it is up", n)
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -509,6 +510,8 @@ func (f *forwarding) connect(ctx context.Context, a *address, control proxy.Cont
 
 // dialer returns a dialer from local, where that is valid, that sets a's options.
 func (f *forwarding) dialer(ctx context.Context, a *address, local, to netip.AddrPort, control proxy.ControlFunc) *net.Dialer {
+	// Package net has the words for what is wrong with the two, and knows zones; but it binds after Control.
+	late := local.IsValid() && (local.Addr().Is4() != to.Addr().Is4() || local.Addr().Zone() != "")
 	d := &net.Dialer{FallbackDelay: -1, KeepAlive: -1, Control: func(network, addr string, c syscall.RawConn) (err error) {
 		cerr := c.Control(func(fd uintptr) { err = f.setOptions(a, int(fd), onDialling) })
 		err = errors.Join(cerr, err)
@@ -519,16 +522,30 @@ func (f *forwarding) dialer(ctx context.Context, a *address, local, to netip.Add
 		if err == nil && control != nil {
 			err = control(network, addr, c)
 		}
-		if err == nil && to.IsValid() && !local.IsValid() {
-			proxy.Connect(ctx, c, to)
+		if err == nil && local.IsValid() && !late {
+			err = bindTo(c, local)
+		}
+		if err == nil && to.IsValid() && !late {
+			err = proxy.Connect(ctx, c, to)
 		}
 		return err
 	}}
-	if local.IsValid() {
+	if late {
 		d.LocalAddr = net.TCPAddrFromAddrPort(local)
 	}
 	d.SetMultipathTCP(false)
 	return d
+}
+
+// bindTo gives a socket its local address, which has no zone.
+func bindTo(c syscall.RawConn, local netip.AddrPort) error {
+	var sa unix.Sockaddr = &unix.SockaddrInet6{Addr: local.Addr().As16(), Port: int(local.Port())}
+	if local.Addr().Is4() {
+		sa = &unix.SockaddrInet4{Addr: local.Addr().As4(), Port: int(local.Port())}
+	}
+	var err error
+	cerr := c.Control(func(fd uintptr) { err = os.NewSyscallError("bind", unix.Bind(int(fd), sa)) })
+	return errors.Join(cerr, err)
 }
 
 func (f *forwarding) connectTCP(ctx context.Context, a *address, control proxy.ControlFunc) (proxy.Stream, error) {
@@ -624,22 +641,35 @@ func (f *forwarding) connectUnix(ctx context.Context, a *address) (proxy.Stream,
 	if v := a.textOf("bind"); v != "" {
 		d.LocalAddr = &net.UnixAddr{Name: unixName(a.typ.kind, v), Net: "unix"}
 	}
-	if m := a.get("umask"); m != nil {
-		old := unix.Umask(int(m.num))
-		defer unix.Umask(old)
-	}
 	var c net.Conn
 	err := inNetns(a, func() (err error) {
-		proxy.InOrder(ctx, func() { c, err = d.DialContext(ctx, "unix", name) })
+		proxy.InOrder(ctx, func() { c, err = f.dialUnix(ctx, a, d, name) })
 		return err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("connect(AF=1 %q): %w", a.params[0], plainError(err))
 	}
-	if v := a.textOf("bind"); v != "" && a.typ.kind == unixConnect {
-		os.Remove(v) // the peer knows the name by now, and the next connection needs it
-	}
 	return c.(*net.UnixConn), nil
+}
+
+// unixDial is held where a dial changes what all share: the umask, and the name that it binds.
+var unixDial sync.Mutex
+
+func (f *forwarding) dialUnix(ctx context.Context, a *address, d *net.Dialer, name string) (net.Conn, error) {
+	mask, bound := a.get("umask"), a.textOf("bind")
+	if mask != nil || bound != "" {
+		unixDial.Lock()
+		defer unixDial.Unlock()
+	}
+	if mask != nil {
+		old := unix.Umask(int(mask.num))
+		defer unix.Umask(old)
+	}
+	c, err := d.DialContext(ctx, "unix", name)
+	if err == nil && bound != "" && a.typ.kind == unixConnect {
+		os.Remove(bound) // the peer knows the name by now, and the next connection needs it
+	}
+	return c, err
 }
 
 func (f *forwarding) connectVsock(ctx context.Context, a *address) (proxy.Stream, error) {
