@@ -13,6 +13,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -216,6 +217,57 @@ func TestSocatTellsOfAMissingSocketOnce(t *testing.T) {
 	got, r := c.observeRun(t, shunt)
 	if !strings.Contains(got, "exit code 1") || strings.Count(r.stderr.String(), "o such file or directory") != 1 {
 		t.Errorf("%s: %s", got, r.stderr.String())
+	}
+}
+
+// TestSocatUnixDialsShareAProcess opens many connections at once, whose dials change what the process has once.
+func TestSocatUnixDialsShareAProcess(t *testing.T) {
+	_, shunt := realSocat(t)
+	dir := shortDir(t)
+	svc := startService(t, "unix", dir+"/s", "greet")
+	port := Port(t, nil)
+	p := Run(t, nil, exec.Command(shunt, fmt.Sprintf("TCP4-LISTEN:%d,bind=127.0.0.1,fork,reuseaddr", port),
+		"UNIX-CONNECT:"+svc.addr.String()+",umask=0077,bind="+dir+"/b"))
+	umask := func() string {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.Pid()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := regexp.MustCompile(`(?m)^Umask:\s*(\d+)$`).FindSubmatch(b)
+		if m == nil {
+			t.Fatalf("no umask in %s", b)
+		}
+		return string(m[1])
+	}
+	before := umask()
+	if before == "0077" {
+		t.Fatal("the test has that umask itself")
+	}
+	var wg sync.WaitGroup
+	for range 20 {
+		wg.Go(func() {
+			for range 10 {
+				var c net.Conn
+				err := Poll(5*time.Second, func() (err error) {
+					c, err = net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+					return err
+				})
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				c.SetDeadline(time.Now().Add(10 * time.Second))
+				c.(*net.TCPConn).CloseWrite()
+				if b, err := io.ReadAll(c); err != nil || !strings.Contains(string(b), "hello from the service") {
+					t.Errorf("%q, %v", b, err)
+				}
+				c.Close()
+			}
+		})
+	}
+	wg.Wait()
+	if got := umask(); got != before {
+		t.Errorf("umask %s, it was %s", got, before)
 	}
 }
 
