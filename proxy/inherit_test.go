@@ -88,9 +88,6 @@ func TestInheritedSocketsFindTheirListeners(t *testing.T) {
 }
 
 func TestHandedSocketsServeInAnotherServer(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("missing: descriptors to hand over")
-	}
 	dir, err := os.MkdirTemp("", "px")
 	if err != nil {
 		t.Fatal(err)
@@ -256,9 +253,6 @@ func TestReloadChangesTheKeepAliveOfNewConnections(t *testing.T) {
 }
 
 func TestUnixListenerIsHandedOver(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("missing: descriptors to hand over")
-	}
 	dir, err := os.MkdirTemp("", "px")
 	if err != nil {
 		t.Fatal(err)
@@ -375,9 +369,6 @@ func TestFilesOfDroppedSocketsAreRemoved(t *testing.T) {
 }
 
 func TestServerThatDoesNotServeLeavesTheFormerOnesFiles(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("missing: descriptors to hand over")
-	}
 	taken := listenTCP(t)
 	for what, fail := range map[string]func(*Config){
 		"can't open a listener": func(c *Config) {
@@ -421,9 +412,6 @@ func TestServerThatDoesNotServeLeavesTheFormerOnesFiles(t *testing.T) {
 }
 
 func TestAdminSocketWithoutAFileOfOursServes(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("missing: descriptors to hand over")
-	}
 	path := filepath.Join(shortDir(t), "admin")
 	ln, err := net.Listen("unix", path)
 	if err != nil {
