@@ -271,6 +271,50 @@ func TestSocatUnixDialsShareAProcess(t *testing.T) {
 	}
 }
 
+// TestSocatUnixBindSurvivesARefusal has a service that isn't there yet, and a file of somebody else's.
+func TestSocatUnixBindSurvivesARefusal(t *testing.T) {
+	_, shunt := realSocat(t)
+	dir := shortDir(t)
+	dead, err := net.ListenUnix("unix", &net.UnixAddr{Name: dir + "/s", Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	dead.SetUnlinkOnClose(false)
+	dead.Close()
+	port := Port(t, nil)
+	addr := fmt.Sprintf("127.0.0.1:%d", port)
+	p := Run(t, nil, exec.Command(shunt, fmt.Sprintf("TCP4-LISTEN:%d,bind=127.0.0.1,fork,reuseaddr", port),
+		"UNIX-CONNECT:"+dir+"/s,bind="+dir+"/b"))
+	if err := WaitListening(nil, addr, p, 10*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	answer := func() string {
+		c := DialFrom(t, nil, addr)
+		defer c.Close()
+		b, _ := io.ReadAll(c)
+		return string(b)
+	}
+	if got := answer(); got != "" {
+		t.Errorf("%q from nobody", got)
+	}
+	if err := os.Remove(dir + "/s"); err != nil {
+		t.Fatal(err)
+	}
+	startService(t, "unix", dir+"/s", "greet")
+	if got := answer(); !strings.Contains(got, "hello from the service") {
+		t.Errorf("after a refusal: %q; it wrote %s", got, p.Output())
+	}
+	if err := os.WriteFile(dir+"/b", nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got := answer(); got != "" {
+		t.Errorf("%q with a name that is taken", got)
+	}
+	if _, err := os.Lstat(dir + "/b"); err != nil {
+		t.Errorf("somebody else's file: %v", err)
+	}
+}
+
 // TestSocatDefersAccept has no connection before the first byte.
 func TestSocatDefersAccept(t *testing.T) {
 	socat, shunt := realSocat(t)

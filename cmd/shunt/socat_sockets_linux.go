@@ -666,8 +666,9 @@ func (f *forwarding) dialUnix(ctx context.Context, a *address, d *net.Dialer, na
 		defer unix.Umask(old)
 	}
 	c, err := d.DialContext(ctx, "unix", name)
-	if err == nil && bound != "" && a.typ.kind == unixConnect {
-		os.Remove(bound) // the peer knows the name by now, and the next connection needs it
+	var failed *os.SyscallError
+	if isBound := err == nil || errors.As(err, &failed) && failed.Syscall == "connect"; isBound && bound != "" && a.typ.kind == unixConnect {
+		os.Remove(bound) // the peer knows the name by now, if it ever will, and the next connection needs it
 	}
 	return c, err
 }
