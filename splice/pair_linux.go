@@ -8,7 +8,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"shunt/bpf"
@@ -40,8 +39,8 @@ var whyReason = map[bpf.ShuntWhy]Reason{
 // nothing of the connection then.
 func (k *Kernel) Claim(down *net.TCPConn) (*Candidate, Reason) {
 	var m bpf.ShuntMember
-	err := withFD(down, func(fd int) error { return k.obj.Members.Lookup(int32(fd), &m) })
-	if errors.Is(err, ebpf.ErrKeyNotExist) {
+	err := withFD(down, func(fd int) error { return k.member(fd, &m) })
+	if errors.Is(err, unix.ENOENT) {
 		return nil, ReasonDownstreamNotLocal
 	}
 	if err != nil {
@@ -97,7 +96,7 @@ func addrOf(a net.Addr) netip.AddrPort {
 func (c *Candidate) Control(_, _ string, rc syscall.RawConn) error {
 	m := bpf.ShuntMember{Slot: c.slot, Gen: c.gen, Role: bpf.ShuntRoleROLE_B}
 	return rc.Control(func(fd uintptr) {
-		if err := c.k.obj.Members.Put(int32(fd), &m); err != nil {
+		if err := c.k.setMember(int(fd), &m); err != nil {
 			c.k.opt.Log.Debug().Err(err).Msg("register upstream socket")
 		}
 	})

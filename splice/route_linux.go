@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -110,12 +111,7 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 			if buf == nil {
 				buf = buffers.Get().(*[]byte)
 			}
-			for {
-				n, _, rerr = unix.Recvfrom(int(fd), (*buf)[:most], peek|unix.MSG_DONTWAIT)
-				if rerr != unix.EINTR {
-					break
-				}
-			}
+			n, rerr = receive(fd, (*buf)[:most], peek)
 			if rerr == unix.EAGAIN {
 				buffers.Put(buf)
 				buf = nil
@@ -143,6 +139,20 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 		}
 		if err := discard(src, n); err != nil {
 			return sum, &EndError{Err: err}
+		}
+	}
+}
+
+// receive is recv(2) that doesn't wait. The runtime need not know of it.
+func receive(fd uintptr, b []byte, flags int) (n int, err error) {
+	for {
+		r, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), uintptr(flags|unix.MSG_DONTWAIT), 0, 0)
+		switch errno {
+		case 0:
+			return int(r), nil
+		case unix.EINTR:
+		default:
+			return 0, errno
 		}
 	}
 }
