@@ -99,16 +99,31 @@ type conn struct {
 
 func (c *conn) down() Stream { return c.legs[0].sock }
 
-// serve is an accepted connection's life up to the start of its two
-// directions.
+// serve is an accepted connection's life; one direction gets a worker of its own.
 func (c *conn) serve() {
-	defer c.l.order.leave(c.ticket) // the directions have their own goroutines
+	if !c.connected() {
+		return
+	}
+	switch c.l.cfg.Way {
+	case OnlyUp:
+		c.move(splice.Up, true)
+	case OnlyDown:
+		c.move(splice.Down, true)
+	default:
+		c.l.srv.workers.start(job{c: c, moves: true, d: splice.Down, fresh: true})
+		c.move(splice.Up, true)
+	}
+}
+
+// connected gets the connection as far as that its two directions can start.
+func (c *conn) connected() bool {
+	defer c.l.order.leave(c.ticket)
 	if c.l.pool.refuses() {
 		c.mu.Lock()
 		c.blame(causeNoUpstream)
 		c.mu.Unlock()
 		c.abandon()
-		return
+		return false
 	}
 	cand := c.claim()
 	var up Stream
@@ -127,7 +142,7 @@ func (c *conn) serve() {
 			cand.Release()
 		}
 		c.abandon()
-		return
+		return false
 	}
 	c.legs[1].sock = up
 	route := c.pair(cand)
@@ -137,7 +152,7 @@ func (c *conn) serve() {
 		c.mu.Unlock()
 		reset(up)
 		c.abandon()
-		return
+		return false
 	}
 	c.state = stateCopying
 	if route != nil {
@@ -154,12 +169,7 @@ func (c *conn) serve() {
 	if f := c.l.cfg.Trace.Started; f != nil {
 		f(c.id, c.down(), up, c.reason)
 	}
-	// Fresh goroutines: dialling has grown this one's stack.
-	for _, d := range []splice.Direction{splice.Up, splice.Down} {
-		if c.l.cfg.Way.carries(d) {
-			go c.move(d, true)
-		}
-	}
+	return true
 }
 
 // settle does to the sockets what a connection needs that lasts or carries much, once.
@@ -447,7 +457,7 @@ func (c *conn) passFIN(d splice.Direction) {
 	dst := &c.legs[1-d]
 	dst.sentFIN.Store(true)
 	// An error means that dst is dead already; its reader will find that out.
-	_ = dst.sock.CloseWrite()
+	closeWrite(dst.sock)
 	c.mu.Lock()
 	c.flows[d].finned = true
 	orphaned := c.legs[d].dead
@@ -570,10 +580,10 @@ func (c *conn) discard(d splice.Direction) {
 // a write on the same socket has already taken, read says end of file too; and
 // a peer that finished and then reset wants both passed on.
 func (c *conn) judgeEOF(from *leg) (fin, rst bool) {
-	s, ok := readTCPStats(from.sock)
+	closed, ok := isClosed(from.sock)
 	// We didn't finish on this leg ourselves, so it isn't simply over: the order
 	// of these two matters.
-	if !ok || s.state != tcpClosed || from.sentFIN.Load() {
+	if !ok || !closed || from.sentFIN.Load() {
 		return true, false
 	}
 	if err := takeError(from.sock); err != nil {
@@ -698,7 +708,7 @@ func (c *conn) wake(d splice.Direction) {
 	}
 	c.mu.Unlock()
 	if parked {
-		go c.move(d, false)
+		c.l.srv.workers.start(job{c: c, moves: true, d: d})
 	}
 }
 

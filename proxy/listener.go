@@ -300,7 +300,7 @@ func (l *listener) accept() {
 				ln.Close()
 			}
 			c.ticket = l.order.enter()
-			go c.serve()
+			l.srv.workers.start(job{c: c})
 			if l.cfg.Once {
 				return
 			}

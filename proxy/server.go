@@ -25,6 +25,7 @@ type Server struct {
 	log         zerolog.Logger
 	resolver    atomic.Pointer[resolver]
 	parking     *parking
+	workers     workers
 	pipes       budget
 	tidy        tidy
 	dns         []string // what resolver asks; guarded by changing
@@ -282,6 +283,7 @@ func (s *Server) closeAll() {
 	}
 	if s.parking != nil {
 		s.parking.close()
+		s.workers.close()
 	}
 }
 
@@ -457,6 +459,7 @@ func (s *Server) drain(served bool) {
 		t.Stop()
 	}
 	s.parking.close()
+	s.workers.close()
 	if s.admin != nil {
 		s.admin.close()
 	}

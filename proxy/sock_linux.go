@@ -1,12 +1,14 @@
 package proxy
 
 import (
+	"encoding/binary"
 	"errors"
 	"net"
 	"net/netip"
 	"os"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -61,6 +63,26 @@ func readTCPStats(leg Stream) (s tcpStats, ok bool) {
 		return nil
 	})
 	return s, err == nil
+}
+
+// isClosed says that c is in no state any more that can carry a byte; not ok where it isn't TCP.
+func isClosed(leg Stream) (closed, ok bool) {
+	c := tcpOf(leg)
+	if c == nil {
+		return false, false
+	}
+	err := control(c, func(fd int) error {
+		var state [4]byte // the first bytes of TCP_INFO
+		n := uint32(len(state))
+		_, _, errno := unix.RawSyscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.IPPROTO_TCP, unix.TCP_INFO,
+			uintptr(unsafe.Pointer(&state)), uintptr(unsafe.Pointer(&n)), 0)
+		if errno != 0 {
+			return errno
+		}
+		closed = state[0] == tcpClosed
+		return nil
+	})
+	return closed, err == nil
 }
 
 // unacked is how many bytes, a FIN included, the peer hasn't acknowledged.
@@ -174,19 +196,36 @@ func (k KeepAlive) Set(raw syscall.RawConn) error {
 	return errors.Join(cerr, err)
 }
 
-// connectSocket is Connect's connect(2).
+// connectSocket is Connect's connect(2). Like closeWrite's shutdown(2) it never waits, but on one host the
+// peer's side of the handshake is its work too: longer than the runtime lets a system
+// call have a processor that others could use. It isn't told, therefore; it would wake up a thread for
+// nothing.
 func connectSocket(raw syscall.RawConn, to netip.AddrPort) {
 	if to.Addr().Zone() != "" {
 		return
 	}
+	port := binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, to.Port()))
 	_ = raw.Control(func(fd uintptr) {
-		var sa unix.Sockaddr
 		if a := to.Addr().Unmap(); a.Is4() {
-			sa = &unix.SockaddrInet4{Port: int(to.Port()), Addr: a.As4()}
+			sa := unix.RawSockaddrInet4{Family: unix.AF_INET, Port: port, Addr: a.As4()}
+			unix.RawSyscall(unix.SYS_CONNECT, fd, uintptr(unsafe.Pointer(&sa)), unsafe.Sizeof(sa))
 		} else {
-			sa = &unix.SockaddrInet6{Port: int(to.Port()), Addr: a.As16()}
+			sa := unix.RawSockaddrInet6{Family: unix.AF_INET6, Port: port, Addr: a.As16()}
+			unix.RawSyscall(unix.SYS_CONNECT, fd, uintptr(unsafe.Pointer(&sa)), unsafe.Sizeof(sa))
 		}
-		_ = unix.Connect(int(fd), sa)
+	})
+}
+
+// closeWrite is s.CloseWrite without its error.
+func closeWrite(s Stream) {
+	t := tcpOf(s)
+	if t == nil {
+		_ = s.CloseWrite()
+		return
+	}
+	_ = control(t, func(fd int) error {
+		unix.RawSyscall(unix.SYS_SHUTDOWN, uintptr(fd), unix.SHUT_WR, 0)
+		return nil
 	})
 }
 

@@ -25,6 +25,8 @@ type tcpStats struct {
 
 func readTCPStats(Stream) (s tcpStats, ok bool) { return s, false }
 
+func isClosed(Stream) (closed, ok bool) { return false, false }
+
 func unacked(Stream) (n int, ok bool) { return 0, false }
 
 func takeError(Stream) error { return nil }
@@ -42,6 +44,8 @@ func (k KeepAlive) Set(syscall.RawConn) error { return nil }
 
 // connectSocket does nothing: package net connects, next.
 func connectSocket(syscall.RawConn, netip.AddrPort) {}
+
+func closeWrite(s Stream) { _ = s.CloseWrite() }
 
 // peerOf doesn't know.
 func peerOf(Stream) *credentials { return nil }

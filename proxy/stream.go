@@ -26,7 +26,8 @@ type ControlFunc = func(network, address string, c syscall.RawConn) error
 type ListenFunc func(ctx context.Context) (net.Listener, error)
 
 // DialFunc connects a connection's upstream within ctx. A TCP socket is given to
-// control, where that isn't nil, before it connects.
+// control, where that isn't nil, before it connects. The goroutine that it runs in serves other connections later: it must
+// not leave its thread locked.
 type DialFunc func(ctx context.Context, conn uint64, down Stream, control ControlFunc) (Stream, error)
 
 // Way is the directions that carry bytes.

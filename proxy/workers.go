@@ -1,0 +1,76 @@
+package proxy
+
+import (
+	"sync"
+
+	"shunt/splice"
+)
+
+// maxIdleWorkers bounds the workers that wait for work: as many as connections that come
+// and go at the same time.
+const maxIdleWorkers = 64
+
+// workers run what connections do. Most connections are short, and much of what
+// a goroutine costs is the growing of its stack: those that have grown theirs are used again.
+type workers struct {
+	mu     sync.Mutex
+	idle   []chan job // the last to have worked comes last
+	closed bool
+}
+
+// job is a connection to serve or, with moves, a direction of it to look after.
+type job struct {
+	c     *conn
+	moves bool
+	d     splice.Direction
+	fresh bool
+}
+
+func (j job) do() {
+	if j.moves {
+		j.c.move(j.d, j.fresh)
+	} else {
+		j.c.serve()
+	}
+}
+
+// start lets a worker do j, at once.
+func (w *workers) start(j job) {
+	w.mu.Lock()
+	n := len(w.idle) - 1
+	if n < 0 {
+		w.mu.Unlock()
+		go w.work(j)
+		return
+	}
+	c := w.idle[n]
+	w.idle = w.idle[:n]
+	w.mu.Unlock()
+	c <- j
+}
+
+func (w *workers) work(j job) {
+	c := make(chan job, 1)
+	for ok := true; ok; j, ok = <-c {
+		j.do()
+		j = job{} // nothing of it is kept
+		w.mu.Lock()
+		if w.closed || len(w.idle) == maxIdleWorkers {
+			w.mu.Unlock()
+			return
+		}
+		w.idle = append(w.idle, c)
+		w.mu.Unlock()
+	}
+}
+
+// close ends the workers that wait. Others end when they are done.
+func (w *workers) close() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.closed = true
+	for _, c := range w.idle {
+		close(c)
+	}
+	w.idle = nil
+}
