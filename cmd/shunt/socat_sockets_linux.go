@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -73,6 +74,11 @@ var sockOptions = map[string]sockOption{
 	"window-clamp": {unix.IPPROTO_TCP, unix.TCP_WINDOW_CLAMP, early},
 }
 
+// anyDue says whether a has options that setOptions would set.
+func (a *address) anyDue(want func(phase) bool) bool {
+	return slices.ContainsFunc(a.options, func(o setOption) bool { return o.due(a, want) })
+}
+
 // setOptions sets a's socket options for which want is true.
 func (f *forwarding) setOptions(a *address, fd int, want func(phase) bool) error {
 	for i := range a.options {
@@ -88,7 +94,32 @@ func (f *forwarding) setOptions(a *address, fd int, want func(phase) bool) error
 	return nil
 }
 
+// due says whether o is a socket option of a, of a phase that want takes.
+func (o *setOption) due(a *address, want func(phase) bool) bool {
+	switch name := o.opt.names[0]; name {
+	case "linger":
+		return want(early)
+	case "so-bindtodevice":
+		return want(beforeBind)
+	case "ip-transparent":
+		return want(beforeBind) && o.num != 0
+	case "setsockopt-listen":
+		return want(listening)
+	case "setsockopt", "setsockopt-int", "setsockopt-string":
+		return want(late)
+	default:
+		if name == "keepalive" && a.typ.kind&anyTCP != 0 && o.num == 0 {
+			return false // keepAlive sees to it
+		}
+		s, ok := sockOptions[name]
+		return ok && want(s.phase)
+	}
+}
+
 func setOneOption(a *address, o *setOption, fd int, want func(phase) bool) error {
+	if !o.due(a, want) {
+		return nil
+	}
 	name := o.opt.names[0]
 	wrap := func(err error) error {
 		if err == nil {
@@ -98,26 +129,17 @@ func setOneOption(a *address, o *setOption, fd int, want func(phase) bool) error
 	}
 	switch name {
 	case "linger":
-		if want(early) {
-			return wrap(unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1, Linger: int32(o.num)}))
-		}
+		return wrap(unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1, Linger: int32(o.num)}))
 	case "so-bindtodevice":
-		if want(beforeBind) {
-			return wrap(unix.SetsockoptString(fd, unix.SOL_SOCKET, unix.SO_BINDTODEVICE, o.value))
-		}
+		return wrap(unix.SetsockoptString(fd, unix.SOL_SOCKET, unix.SO_BINDTODEVICE, o.value))
 	case "ip-transparent":
-		if want(beforeBind) && o.num != 0 {
-			// One of the two, as the socket's family is.
-			err := unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_TRANSPARENT, 1)
-			if err6 := unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_TRANSPARENT, 1); err6 == nil {
-				err = nil
-			}
-			return wrap(err)
+		// One of the two, as the socket's family is.
+		err := unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_TRANSPARENT, 1)
+		if err6 := unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_TRANSPARENT, 1); err6 == nil {
+			err = nil
 		}
+		return wrap(err)
 	case "setsockopt", "setsockopt-int", "setsockopt-listen", "setsockopt-string":
-		if name == "setsockopt-listen" && !want(listening) || name != "setsockopt-listen" && !want(late) {
-			return nil
-		}
 		level, opt, value, err := parseSockopt(o.value, name != "setsockopt-string")
 		if err != nil {
 			return err
@@ -131,16 +153,9 @@ func setOneOption(a *address, o *setOption, fd int, want func(phase) bool) error
 		}
 		return wrap(unix.SetsockoptInt(fd, level, opt, int(n)))
 	default:
-		s, ok := sockOptions[name]
-		if !ok || !want(s.phase) {
-			return nil
-		}
-		if name == "keepalive" && a.typ.kind&anyTCP != 0 && o.num == 0 {
-			return nil // keepAlive sees to it
-		}
+		s := sockOptions[name]
 		return wrap(unix.SetsockoptInt(fd, s.level, s.name, int(o.num)))
 	}
-	return nil
 }
 
 // Which phases are due on which socket.
@@ -152,7 +167,7 @@ func onConnecting(p phase) bool { return p == late }
 // setConnected sets what is left to set on a socket that is connected.
 func (f *forwarding) setConnected(a *address, s proxy.Stream, want func(phase) bool) error {
 	c, ok := s.(syscall.Conn)
-	if !ok {
+	if !ok || !a.anyDue(want) {
 		return nil
 	}
 	return withFD(c, func(fd int) error { return f.setOptions(a, fd, want) })
@@ -185,24 +200,30 @@ func inNetns(a *address, g func() error) error {
 		return fmt.Errorf("netns: %w", err)
 	}
 	defer there.Close()
-	runtime.LockOSThread()
-	here, err := os.Open(fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid()))
-	if err != nil {
-		runtime.UnlockOSThread()
-		return fmt.Errorf("netns: %w", err)
-	}
-	defer here.Close()
-	if err := unix.Setns(int(there.Fd()), unix.CLONE_NEWNET); err != nil {
-		runtime.UnlockOSThread()
-		return fmt.Errorf("netns %s: setns: %w", name, plainError(err))
-	}
-	err = g()
-	if back := unix.Setns(int(here.Fd()), unix.CLONE_NEWNET); back != nil {
-		// The thread stays locked, and dies with this goroutine.
-		return errors.Join(err, fmt.Errorf("netns: back: %w", os.NewSyscallError("setns", back)))
-	}
-	runtime.UnlockOSThread()
-	return err
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		done <- func() error {
+			here, err := os.Open(fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid()))
+			if err != nil {
+				runtime.UnlockOSThread()
+				return fmt.Errorf("netns: %w", err)
+			}
+			defer here.Close()
+			if err := unix.Setns(int(there.Fd()), unix.CLONE_NEWNET); err != nil {
+				runtime.UnlockOSThread()
+				return fmt.Errorf("netns %s: setns: %w", name, plainError(err))
+			}
+			err = g()
+			if back := unix.Setns(int(here.Fd()), unix.CLONE_NEWNET); back != nil {
+				// The thread stays locked, and dies with this goroutine.
+				return errors.Join(err, fmt.Errorf("netns: back: %w", os.NewSyscallError("setns", back)))
+			}
+			runtime.UnlockOSThread()
+			return err
+		}()
+	}()
+	return <-done
 }
 
 // repeat calls try again as retry, forever and interval say.
@@ -513,8 +534,10 @@ func (f *forwarding) dialer(ctx context.Context, a *address, local, to netip.Add
 	// Package net has the words for what is wrong with the two, and knows zones; but it binds after Control.
 	late := local.IsValid() && (local.Addr().Is4() != to.Addr().Is4() || local.Addr().Zone() != "")
 	d := &net.Dialer{FallbackDelay: -1, KeepAlive: -1, Control: func(network, addr string, c syscall.RawConn) (err error) {
-		cerr := c.Control(func(fd uintptr) { err = f.setOptions(a, int(fd), onDialling) })
-		err = errors.Join(cerr, err)
+		if a.anyDue(onDialling) {
+			cerr := c.Control(func(fd uintptr) { err = f.setOptions(a, int(fd), onDialling) })
+			err = errors.Join(cerr, err)
+		}
 		if err == nil && to.IsValid() && (a == f.down || tunesKeepAlive(a)) {
 			// What a sets itself comes when it is connected. The upstream gets the defaults from the proxy.
 			err = keepAlive(a).Set(c)
