@@ -16,7 +16,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 	"unsafe"
@@ -235,7 +234,7 @@ http {
 				v, err := number1(requests, out)
 				return v, out, err
 			}},
-		&workload{name: connections, unit: "conn/s", serve: serveEcho, run: connect},
+		&workload{name: connections, unit: "conn/s", serve: serveConnections, run: connect},
 		&workload{name: idleMemory, unit: "KiB", serve: serveEcho, run: idle,
 			paths: []string{"every", "window", "off", "haproxy", "socat", "as-socat"}},
 	)
@@ -291,30 +290,6 @@ func open(addr string) (net.Conn, error) {
 		return nil, err
 	}
 	return c, nil
-}
-
-func connect(b *bench, c client) (float64, string, error) {
-	const workers = 16
-	addr := net.JoinHostPort(c.host, c.port)
-	each := 150 * b.seconds
-	errs := make([]error, workers)
-	var wg sync.WaitGroup
-	begin := time.Now()
-	for i := range workers {
-		wg.Go(func() {
-			for range each {
-				conn, err := open(addr)
-				if err != nil {
-					errs[i] = err
-					return
-				}
-				conn.Close()
-			}
-		})
-	}
-	wg.Wait()
-	d := time.Since(begin)
-	return workers * float64(each) / d.Seconds(), fmt.Sprintf("%d connections in %v\n", workers*each, d), errors.Join(errs...)
 }
 
 // idle is the memory of the front's processes for each of many connections
