@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 	"text/tabwriter"
+
+	"shunt/proxy"
 )
 
 // configFlag declares --config.
@@ -51,9 +53,31 @@ func checkCommand(_ context.Context, c *command, args []string, s streams) int {
 		admin = "off"
 	}
 	fmt.Fprintf(s.out, "admin: %s\n", admin)
-	// Not an error: the file may be for another machine.
-	if _, err := fc.Process.identity(); err != nil {
-		fmt.Fprintf(s.err, "shunt %s: warning: %v\n", c.name, err)
+	// Not errors: the file may be for another machine.
+	_, err := fc.Process.identity()
+	warnings := []error{err}
+	for _, l := range fc.Listeners {
+		warnings = append(warnings, l.Unix.unknown(l.Name)...)
+	}
+	for _, err := range warnings {
+		if err != nil {
+			fmt.Fprintf(s.err, "shunt %s: warning: %v\n", c.name, err)
+		}
 	}
 	return exitOK
+}
+
+// unknown says which names of t, the listener's, this system doesn't have.
+func (t unixTable) unknown(listener string) (errs []error) {
+	if t.Owner != "" {
+		if _, _, err := proxy.LookupUser(t.Owner); err != nil {
+			errs = append(errs, fmt.Errorf("listener %q: unix.owner: %q: no such user on this system", listener, t.Owner))
+		}
+	}
+	if t.Group != "" {
+		if _, err := proxy.LookupGroup(t.Group); err != nil {
+			errs = append(errs, fmt.Errorf("listener %q: unix.group: %q: no such group on this system", listener, t.Group))
+		}
+	}
+	return errs
 }

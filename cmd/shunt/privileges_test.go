@@ -64,3 +64,19 @@ func TestCheckWarnsOfAnUnknownUser(t *testing.T) {
 		t.Error("this process changed")
 	}
 }
+
+func TestCheckWarnsOfAnUnknownOwner(t *testing.T) {
+	listener := "[[listener]]\nname = \"web\"\nlisten = \"unix:" + t.TempDir() + "/s\"\nupstream = \"127.0.0.1:9000\"\n"
+	code, _, stderr := runArgs(t, listener+"[listener.unix]\nowner = \"no-such-user\"\ngroup = \"no-such-group\"\n", "check", "--config", "-")
+	for _, want := range []string{
+		`warning: listener "web": unix.owner: "no-such-user": no such user on this system`,
+		`warning: listener "web": unix.group: "no-such-group": no such group on this system`,
+	} {
+		if code != exitOK || !strings.Contains(stderr, want) {
+			t.Errorf("exit code %d, want 0 and %q\n%s", code, want, stderr)
+		}
+	}
+	if code, _, stderr := runArgs(t, listener+"[listener.unix]\nowner = \"nobody\"\ngroup = \"12345\"\n", "check", "--config", "-"); code != exitOK || stderr != "" {
+		t.Errorf("names that there are: exit code %d, %s", code, stderr)
+	}
+}
