@@ -3,4 +3,4 @@
 // splice is its only user.
 package bpf
 
-//go:generate go tool bpf2go -cc clang -go-package bpf -output-stem shunt -target bpfel,bpfeb -type sight -type open -type role -type why Shunt shunt.bpf.c -- -idirafter /usr/include/x86_64-linux-gnu -idirafter /usr/include/aarch64-linux-gnu -O2 -g -Wall -Werror -mcpu=v3
+//go:generate go tool bpf2go -cc clang -go-package bpf -output-stem shunt -target bpfel,bpfeb -type sight -type open -type role -type why -type out Shunt shunt.bpf.c -- -idirafter /usr/include/x86_64-linux-gnu -idirafter /usr/include/aarch64-linux-gnu -O2 -g -Wall -Werror -mcpu=v3

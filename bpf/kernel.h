@@ -21,6 +21,12 @@ struct list_head {
 	struct list_head *next;
 } kernel_type;
 
+struct timer_list {
+	struct {
+		void *pprev; /* not 0: armed */
+	} entry;
+} kernel_type;
+
 struct in6_addr {
 	__u8 bytes[16];
 };
@@ -32,6 +38,9 @@ struct sock_common {
 	unsigned char skc_state;
 	struct in6_addr skc_v6_rcv_saddr;
 	atomic64_t skc_cookie;
+	struct {
+		atomic_t refs;
+	} skc_refcnt;
 	struct sock *skc_listener; /* of a request_sock */
 } kernel_type;
 
@@ -48,6 +57,10 @@ struct sock {
 	struct {
 		atomic_t rmem_alloc;
 	} sk_backlog;
+	struct {
+		int owned; /* by a system call */
+	} sk_lock;
+	struct timer_list sk_timer;
 	__u8 sk_userlocks : 4;
 	void *sk_user_data;
 	struct socket *sk_socket;
@@ -59,6 +72,8 @@ struct inet_sock {
 
 struct inet_connection_sock {
 	struct inet_sock icsk_inet;
+	struct timer_list icsk_retransmit_timer;
+	struct timer_list icsk_delack_timer;
 	const void *icsk_ulp_ops;
 } kernel_type;
 

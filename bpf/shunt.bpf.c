@@ -28,6 +28,7 @@ char LICENSE[] SEC("license") = "GPL";
 #define SO_SNDBUF 7
 #define SOL_TCP 6
 #define TCP_ULP 31
+#define TCP_FIN_WAIT1 4
 #define TCP_CLOSE 7
 #define TCP_CLOSE_WAIT 8
 #define O_NONBLOCK 04000
@@ -36,6 +37,11 @@ char LICENSE[] SEC("license") = "GPL";
 #define BPF_F_PERMANENT 2
 /* psock->eval while a redirect verdict goes on; after a pass, apply_bytes is the rest of a piece. */
 #define __SK_REDIRECT 2
+/*
+ * References to an idle member of a sockmap, beside those of its armed timers: its file's and its psock's. A send that
+ * is being redirected to it has another one.
+ */
+#define IDLE_REFS 2
 /* Low bits of sk_user_data are flags (SK_USER_DATA_NOCOPY, _BPF, _PSOCK). */
 #define SK_USER_DATA_PTRMASK (~7ULL)
 
@@ -44,6 +50,8 @@ enum role { ROLE_C, ROLE_A, ROLE_B, ROLE_S, ROLES };
 enum dir { DIR_UP, DIR_DOWN, DIRS };
 /* What the verdict redirects: nothing, shunt's own writes, and then the applications' sends too. */
 enum open { OPEN_NOT, OPEN_OWN, OPEN_ALL };
+/* How an end that has finished sending takes what is still to come. */
+enum out { OUT_NOT, OUT_TAKES_TCP, OUT_LEFT };
 enum why { WHY_NOTHING, WHY_MPTCP, WHY_ULP, WHY_BUSY, WHY_FULL, WHY_OTHER };
 
 /* Knobs, set before load. */
@@ -77,9 +85,9 @@ struct end {
 	__u64 cookie;
 	__u64 addr;  /* of the tcp_sock; only ever read through after the cookie there was compared */
 	__u32 first; /* write_seq at birth */
-	__u32 left;  /* of the last window, when the socket left the map */
+	__u32 left;  /* of the last window, when the socket left the map; valid with gone and with OUT_LEFT */
 	__u32 gone;  /* closed by its owner, or reset */
-	__u32 pad;
+	enum out out; /* its owner has finished sending: OUT_TAKES_TCP, and OUT_LEFT once it has left the map */
 };
 
 /* One direction. The first line is written by shunt, the second by the verdict under the sender's socket lock. */
@@ -92,7 +100,7 @@ struct flow {
 	__u32 direct; /* what the last verdict said */
 	__u32 messages; /* at most so many wait for the receiver, shunt's own included */
 	__u32 window; /* the grant that was made last */
-	__u32 pad1;
+	__u32 fed; /* a verdict was asked for: the receiver may have got something */
 	__u64 pad2[3];
 };
 
@@ -221,13 +229,13 @@ static __always_inline struct pair *pair_of(__u32 slot)
 }
 
 /* A role that the verifier knows to be in range. */
-static __always_inline __u32 role_of(const struct member *me)
+static __always_inline __u32 in_range(__u32 role)
 {
-	__u32 role = me->role;
-
 	asm volatile("" : "+r"(role));
 	return role & (ROLES - 1);
 }
+
+static __always_inline __u32 role_of(const struct member *me) { return in_range(me->role); }
 
 /* The pair that a member belongs to now, or 0 when it has been given up or belongs to somebody else meanwhile. */
 static __always_inline struct pair *membership(const struct member *me)
@@ -385,6 +393,7 @@ static __always_inline void fill_end(struct end *e, struct bpf_sock_ops *s, stru
 	e->first = s->snd_nxt;
 	e->left = 0;
 	e->gone = 0;
+	e->out = 0;
 	/* A full barrier: who sees the cookie sees the rest. */
 	__sync_fetch_and_add(&e->cookie, cookie);
 }
@@ -587,6 +596,107 @@ static __always_inline void leaves(struct member *me)
 	__sync_fetch_and_add(&e->gone, 1);
 }
 
+static __always_inline void full_barrier(__u32 *any)
+{
+	__u32 v = __sync_fetch_and_add(any, 0);
+
+	asm volatile("" : : "r"(v)); /* unused, it would be no barrier everywhere */
+}
+
+/* A verdict on what it sends may be running, or the socket is gone and its memory another's. */
+static __always_inline bool may_send(const struct end *e)
+{
+	struct sock *sk = (struct sock *)e->addr;
+
+	return e->cookie && BPF_CORE_READ(sk, sk_lock.owned);
+}
+
+enum touched { UNTOUCHED, BUSY, TOUCHED };
+
+/*
+ * Whether C or S has an empty redirect queue, and nothing is on its way there. That is so before the first verdict
+ * for it. Later a send to it has its sender locked until the verdict has been said, and from
+ * then on it holds a reference to the receiver. The references are read before the
+ * timers: one that fires meanwhile can only make more of them than there should be.
+ */
+static __always_inline enum touched touched(struct pair *p, __u32 role)
+{
+	struct end *e = &p->end[role];
+	struct sock *sk = (struct sock *)e->addr;
+	struct inet_connection_sock *icsk = (struct inet_connection_sock *)sk;
+	struct sk_psock *psock = psock_of(sk);
+	__s32 refs;
+
+	if (!psock || BPF_CORE_READ(psock, sk) != sk)
+		return TOUCHED;
+	if (!p->flow[role == ROLE_C ? DIR_DOWN : DIR_UP].fed)
+		return UNTOUCHED;
+	if (may_send(&p->end[role == ROLE_C ? ROLE_A : ROLE_B]) || may_send(&p->end[role == ROLE_C ? ROLE_S : ROLE_C]))
+		return BUSY;
+	full_barrier(&e->left);
+	refs = BPF_CORE_READ(sk, __sk_common.skc_refcnt.refs.counter);
+	if (bpf_core_field_exists(icsk->icsk_retransmit_timer) && BPF_CORE_READ(icsk, icsk_retransmit_timer.entry.pprev))
+		refs--;
+	if (bpf_core_field_exists(icsk->icsk_delack_timer) && BPF_CORE_READ(icsk, icsk_delack_timer.entry.pprev))
+		refs--;
+	if (bpf_core_field_exists(sk->sk_timer) && BPF_CORE_READ(sk, sk_timer.entry.pprev))
+		refs--;
+	if (BPF_CORE_READ(psock, ingress_msg.next) != &psock->ingress_msg)
+		return TOUCHED;
+	return refs == IDLE_REFS ? UNTOUCHED : BUSY;
+}
+
+/* As often as that is looked again while somebody is in a system call that may be a send: some tens of microseconds. */
+#define LOOKS 400
+
+struct rest {
+	__u32 slot;
+	__u32 role;
+	enum touched touched;
+};
+
+static long rest_step(__u32 i, struct rest *r)
+{
+	struct pair *p = pair_of(r->slot);
+
+	r->touched = p ? touched(p, in_range(r->role)) : TOUCHED;
+	return r->touched != BUSY;
+}
+
+/*
+ * C or S finishes sending, and will often wait for what the other one has to say: in recv, which for
+ * sockmap members returns EAGAIN at any wake-up without data. The acknowledgement of the FIN is one. Therefore a
+ * blocking socket leaves the map, if nothing is lost by it, and what is still to come takes TCP. If a send came in
+ * between, the socket stays; what that one brings is read before all that comes over TCP.
+ */
+static __always_inline void half_closes(struct member *me)
+{
+	struct pair *p = membership(me);
+	struct rest r = { .slot = me->slot, .role = role_of(me), .touched = BUSY };
+	__u64 cookie = me->cookie;
+	struct sock *sk;
+	struct end *e;
+
+	if (!p || (r.role != ROLE_C && r.role != ROLE_S))
+		return;
+	e = &p->end[in_range(r.role)];
+	/* Where it is closed, it leaves the map anyway. */
+	sk = (struct sock *)e->addr;
+	if (e->gone || e->out || BPF_CORE_READ(sk, sk_socket, file, f_flags) & O_NONBLOCK)
+		return;
+	bpf_loop(LOOKS, rest_step, &r, 0);
+	if (r.touched != UNTOUCHED)
+		return;
+	e->out = OUT_TAKES_TCP;
+	full_barrier(&e->left);
+	if (touched(p, in_range(r.role)) != UNTOUCHED)
+		return;
+	e->left = left_of(psock_of(sk));
+	full_barrier(&e->left);
+	e->out = OUT_LEFT;
+	bpf_map_delete_elem(&socks, &cookie);
+}
+
 SEC("sockops")
 int on_sockops(struct bpf_sock_ops *s)
 {
@@ -638,11 +748,15 @@ int on_sockops(struct bpf_sock_ops *s)
 			passive_born(s, sk, tp);
 		break;
 	case BPF_SOCK_OPS_STATE_CB:
-		if (s->args[1] != TCP_CLOSE)
+		if (s->args[1] != TCP_CLOSE && s->args[1] != TCP_FIN_WAIT1)
 			return 1;
 		me = bpf_sk_storage_get(&members, sk, 0, 0);
-		if (me)
+		if (!me)
+			return 1;
+		if (s->args[1] == TCP_CLOSE)
 			leaves(me);
+		else
+			half_closes(me);
 		break;
 	case BPF_SOCK_OPS_RTT_CB:
 		/*
@@ -656,7 +770,8 @@ int on_sockops(struct bpf_sock_ops *s)
 		p = membership(me);
 		if (p && p->open != OPEN_ALL)
 			return 1;
-		if (p)
+		/* What takes TCP for good gets the buffer that TCP gives it. */
+		if (p && !p->end[me->role == ROLE_C ? ROLE_S : ROLE_C].out)
 			small_sndbuf(s, sk);
 		bpf_sock_ops_cb_flags_set(s, s->bpf_sock_ops_cb_flags & ~BPF_SOCK_OPS_RTT_CB_FLAG);
 		break;
@@ -736,9 +851,11 @@ int on_send(struct sk_msg_md *m)
 		 * shunt's own writes. A receiver's TCP queue must stay empty while it
 		 * lives; when it is gone, TCP finds that out. shunt has looked for room.
 		 */
-		if (to->gone)
-			return SK_PASS;
 		__sync_fetch_and_add(&f->messages, 1);
+		f->fed = 1;
+		full_barrier(&f->fed); /* see touched */
+		if (to->gone || to->out)
+			return SK_PASS;
 		bpf_msg_redirect_hash(m, &socks, &target, flags);
 		return SK_PASS;
 	}
@@ -749,6 +866,8 @@ int on_send(struct sk_msg_md *m)
 	if (!tp)
 		return SK_PASS;
 	f->runs++;
+	f->fed = 1;
+	full_barrier(&f->fed); /* see touched */
 	/*
 	 * The rest of a message whose beginning was redirected: the kernel still has
 	 * the target in the message, and sends the rest there too (with the window
@@ -764,7 +883,7 @@ int on_send(struct sk_msg_md *m)
 	 * Not equal: bytes that were sent before are still on their way through
 	 * shunt. write_seq can't move, its socket is locked; forwarded only grows.
 	 */
-	if (tp->write_seq - from->first != (__u32)f->forwarded || to->gone)
+	if (tp->write_seq - from->first != (__u32)f->forwarded || to->gone || to->out)
 		goto pass;
 	/* After a FIN from us: a shunt that was killed must not leave its ends talking past it. */
 	if (tp->inet_conn.icsk_inet.sk.__sk_common.skc_state == TCP_CLOSE_WAIT && orphaned(&p->end[me->role == ROLE_C ? ROLE_A : ROLE_B]))

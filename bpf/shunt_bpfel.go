@@ -65,6 +65,14 @@ const (
 	ShuntOpenOPEN_ALL ShuntOpen = 2
 )
 
+type ShuntOut uint32
+
+const (
+	ShuntOutOUT_NOT       ShuntOut = 0
+	ShuntOutOUT_TAKES_TCP ShuntOut = 1
+	ShuntOutOUT_LEFT      ShuntOut = 2
+)
+
 type ShuntPair struct {
 	_    structs.HostLayout
 	Gen  uint32
@@ -80,7 +88,7 @@ type ShuntPair struct {
 		First  uint32
 		Left   uint32
 		Gone   uint32
-		Pad    uint32
+		Out    ShuntOut
 	}
 	Flow [2]struct {
 		_         structs.HostLayout
@@ -92,7 +100,7 @@ type ShuntPair struct {
 		Direct    uint32
 		Messages  uint32
 		Window    uint32
-		Pad1      uint32
+		Fed       uint32
 		Pad2      [3]uint64
 	}
 }

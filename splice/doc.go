@@ -48,10 +48,18 @@
 // FIN and RST take TCP, and are passed on at once: a receiver reads what is
 // queued before it sees the end, since sockets leave the map, and lose their
 // queue, only when their owner closes them. So nothing may take C or S out of
-// the map once bytes were redirected. When this process is killed, the
+// the map while redirected bytes wait there or are on their way. When this process is killed, the
 // kernel sends its FINs, and both ends read what is queued and then EOF; the
 // verdict, which lives on with the sockets, sees that A or B has no owner
 // any more and lets further sends take TCP, which answers them with RST.
+//
+// An owner that only finishes sending will often wait in recv next, which for
+// members of a sockmap returns EAGAIN at any wake-up without data, such as the
+// acknowledgement of the FIN. So a blocking C or S leaves the map then, in the
+// same system call, if its queue is empty and provably nothing is on its way
+// there: either it never got anything, or nobody is in a system call on the
+// sockets that send to it, and nobody holds a reference to it that a redirect
+// under way would hold. From then on everything for it takes TCP.
 //
 // # What is trusted
 //

@@ -38,12 +38,11 @@ func (k *Kernel) setMember(fd int, m *bpf.ShuntMember) error {
 	return k.onMember(unix.BPF_MAP_UPDATE_ELEM, fd, m)
 }
 
-// onMember is bpf(2) without the library: every connection pays for it twice. It never waits, so
-// the runtime need not know.
+// onMember is bpf(2) without the library: every connection pays for it twice.
 func (k *Kernel) onMember(cmd uintptr, fd int, m *bpf.ShuntMember) error {
 	key := int32(fd)
 	e := element{fd: uint32(k.obj.Members.FD()), key: unsafe.Pointer(&key), value: unsafe.Pointer(m)}
-	_, _, errno := unix.RawSyscall(unix.SYS_BPF, cmd, uintptr(unsafe.Pointer(&e)), unsafe.Sizeof(e))
+	_, _, errno := unix.Syscall(unix.SYS_BPF, cmd, uintptr(unsafe.Pointer(&e)), unsafe.Sizeof(e))
 	if errno != 0 {
 		return errno
 	}

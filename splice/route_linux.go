@@ -292,7 +292,7 @@ func (r *Route) bypassed(d Direction, seen map[uint64]view) uint64 {
 	}
 	n := uint64(0)
 	e := &r.p.End[r.sender(d)]
-	if atomic.LoadUint32(&e.Gone) != 0 {
+	if r.left(r.sender(d)) {
 		n = granted - uint64(atomic.LoadUint32(&e.Left))
 	} else if v, ok := seen[r.cookie[r.sender(d)]]; ok && v.Granted != 0 {
 		n = v.Granted - uint64(v.Left)
@@ -309,6 +309,12 @@ func (r *Route) bypassed(d Direction, seen map[uint64]view) uint64 {
 			return n
 		}
 	}
+}
+
+// left says whether a sender has left the map, and with it what is left of its window is known.
+func (r *Route) left(role bpf.ShuntRole) bool {
+	e := &r.p.End[role]
+	return atomic.LoadUint32(&e.Gone) != 0 || bpf.ShuntOut(atomic.LoadUint32((*uint32)(&e.Out))) == bpf.ShuntOutOUT_LEFT
 }
 
 // uncounted says whether sends of a direction pass by every counter.
@@ -367,7 +373,7 @@ func (r *Route) Close() RouteStats {
 // settle reads the rest of a living sender's window. The sender has finished, or meets a closed connection.
 func (r *Route) settle(d Direction, seen map[uint64]view) {
 	role := r.sender(d)
-	if atomic.LoadUint32(&r.p.End[role].Gone) != 0 {
+	if r.left(role) {
 		return // it said so itself
 	}
 	f := &r.p.Flow[d]

@@ -496,11 +496,11 @@ func (l *loop) checkSpliceRead() error {
 	}
 	defer unix.Close(pipe[0])
 	defer unix.Close(pipe[1])
-	var n int64
+	var n int
 	var err error
 	cerr := withFD(l.client, func(fd int) error {
-		n, err = unix.Splice(fd, nil, pipe[1], nil, size, unix.SPLICE_F_NONBLOCK)
-		n = max(n, 0)
+		m, serr := unix.Splice(fd, nil, pipe[1], nil, size, unix.SPLICE_F_NONBLOCK)
+		n, err = max(int(m), 0), serr // m's type is the platform's
 		return nil
 	})
 	if cerr != nil {

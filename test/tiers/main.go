@@ -58,7 +58,7 @@ func tiers() []tier {
 			argv: []string{"go", "test", "-race", "-timeout=15m", "./cmd/...", "./proxy/...", "./test/harness/...", "./test/tiers/...", "./test/kernels/..."}},
 		{name: "Kubernetes manifests match the API's types", argv: []string{"go", "-C", "test/manifests", "run", ".", "../../cmd/shunt/deploy"}},
 	}}
-	for _, target := range []string{"linux/s390x", "darwin/arm64", "freebsd/amd64", "windows/amd64"} {
+	for _, target := range []string{"linux/s390x", "linux/386", "darwin/arm64", "freebsd/amd64", "windows/amd64"} {
 		system, arch, _ := strings.Cut(target, "/")
 		quick.steps = append(quick.steps, step{
 			name: "build for " + target, argv: []string{"sh", "-c", "go build ./... && go vet ./cmd/... ./proxy/... ./splice/... ./bpf/..."},
