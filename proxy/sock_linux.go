@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"encoding/binary"
 	"errors"
 	"net"
 	"net/netip"
@@ -196,27 +195,25 @@ func (k KeepAlive) Set(raw syscall.RawConn) error {
 	return errors.Join(cerr, err)
 }
 
-// connectSocket is Connect's connect(2). Like closeWrite's shutdown(2) it never waits, but on one host the
-// peer's side of the handshake is its work too: longer than the runtime lets a system
-// call have a processor that others could use. It isn't told, therefore; it would wake up a thread for
-// nothing.
+// connectSocket is Connect's connect(2). It may take long where a sandbox's supervisor is asked first.
 func connectSocket(raw syscall.RawConn, to netip.AddrPort) {
 	if to.Addr().Zone() != "" {
 		return
 	}
-	port := binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, to.Port()))
 	_ = raw.Control(func(fd uintptr) {
+		var sa unix.Sockaddr
 		if a := to.Addr().Unmap(); a.Is4() {
-			sa := unix.RawSockaddrInet4{Family: unix.AF_INET, Port: port, Addr: a.As4()}
-			unix.RawSyscall(unix.SYS_CONNECT, fd, uintptr(unsafe.Pointer(&sa)), unsafe.Sizeof(sa))
+			sa = &unix.SockaddrInet4{Port: int(to.Port()), Addr: a.As4()}
 		} else {
-			sa := unix.RawSockaddrInet6{Family: unix.AF_INET6, Port: port, Addr: a.As16()}
-			unix.RawSyscall(unix.SYS_CONNECT, fd, uintptr(unsafe.Pointer(&sa)), unsafe.Sizeof(sa))
+			sa = &unix.SockaddrInet6{Port: int(to.Port()), Addr: a.As16()}
 		}
+		_ = unix.Connect(int(fd), sa)
 	})
 }
 
-// closeWrite is s.CloseWrite without its error.
+// closeWrite is s.CloseWrite without its error. On one host shutdown(2) has the peer's side of the end
+// to do too: longer than the runtime lets a system call have a processor that others
+// could use. As it never waits, the runtime isn't told; it would wake up a thread for nothing.
 func closeWrite(s Stream) {
 	t := tcpOf(s)
 	if t == nil {
