@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"runtime"
 	"strconv"
 	"time"
@@ -65,20 +66,23 @@ func serveConnections(_ *bench, _ string, ns *harness.Netns, host string, port i
 		file.Close()
 		return nil, err
 	}
+	epoll, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err == nil {
+		if err = watch(epoll, listening, unix.EPOLLIN); err != nil {
+			unix.Close(epoll)
+		}
+	}
+	if err != nil {
+		file.Close()
+		return nil, err
+	}
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		defer file.Close()
+		defer unix.Close(epoll)
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
-		epoll, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
-		if err != nil {
-			return
-		}
-		defer unix.Close(epoll)
-		if watch(epoll, listening, unix.EPOLLIN) != nil {
-			return
-		}
 		buf := make([]byte, 1024)
 		open := map[int]bool{}
 		defer func() {
@@ -86,17 +90,23 @@ func serveConnections(_ *bench, _ string, ns *harness.Netns, host string, port i
 				unix.Close(fd)
 			}
 		}()
-		_ = loop(epoll, -time.Millisecond, func(fd int) (bool, error) {
+		err := loop(epoll, -time.Millisecond, func(fd int) (bool, error) {
 			if fd == listening {
 				for {
 					c, _, err := unix.Accept4(listening, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
-					if err == unix.EINVAL { // it was shut down
-						return false, nil
-					}
-					if err != nil || watch(epoll, c, unix.EPOLLIN) != nil {
+					switch err {
+					case nil:
+					case unix.EAGAIN, unix.ECONNABORTED:
 						return true, nil
+					case unix.EINVAL: // it was shut down
+						return false, nil
+					default:
+						return false, fmt.Errorf("accept4: %w", err)
 					}
 					open[c] = true
+					if err := watch(epoll, c, unix.EPOLLIN); err != nil {
+						return false, fmt.Errorf("epoll_ctl: %w", err)
+					}
 				}
 			}
 			n, err := unix.Read(fd, buf)
@@ -112,6 +122,9 @@ func serveConnections(_ *bench, _ string, ns *harness.Netns, host string, port i
 			}
 			return true, nil
 		})
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "bench: the service of the connections row ended:", err)
+		}
 	}()
 	return func() {
 		unix.Shutdown(listening, unix.SHUT_RDWR)
@@ -124,6 +137,9 @@ func connect(b *bench, c client) (float64, string, error) {
 	ip, err := netip.ParseAddr(c.host)
 	if err != nil {
 		return 0, "", err
+	}
+	if !ip.Is4() {
+		return 0, "", fmt.Errorf("%v: only IPv4", ip)
 	}
 	port, err := strconv.Atoi(c.port)
 	if err != nil {
