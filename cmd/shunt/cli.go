@@ -139,7 +139,7 @@ func usage(w io.Writer) {
 	}
 	fmt.Fprint(w, "\nIn place of socat: shunt [options] ADDRESS ADDRESS ('shunt socat -h' lists options and addresses, -hh those of addresses too).\n"+
 		"Without -t a half-closed connection lives until its other side has finished, or nothing has moved for 5 minutes.\n")
-	fmt.Fprint(w, "\nExit codes: 0 ok, 1 failure, 2 bad usage or configuration; in place of socat, as socat: 0 or 1.\nRun 'shunt help COMMAND' for one command.\n")
+	fmt.Fprint(w, "\nExit codes: 0 ok, 1 failure, 2 bad usage or configuration; in place of socat, as socat: 0, 1, or 128 and a signal's number.\nRun 'shunt help COMMAND' for one command.\n")
 }
 
 func helpCommand(_ context.Context, c *command, args []string, s streams) int {

@@ -321,7 +321,7 @@ listen = "unix:/run/in.sock"
 unix = { mode = "0660", owner = "root", group = "nogroup", unlink = false }
 upstream = "db:5432"
 `},
-		{"ABSTRACT-LISTEN:in,fork ABSTRACT-CONNECT:out", `[[listener]]
+		{"socat ABSTRACT-LISTEN:in,fork ABSTRACT-CONNECT:out", `[[listener]]
 listen = "unix:@in"
 upstream = "unix:@out"
 `},
@@ -346,6 +346,10 @@ upstream = "unix:@out"
 	code, stdout, stderr := runArgs(t, "", "translate", "TCP-LISTEN:1,fork,lowport", "TCP:db:5432")
 	if code != 2 || stdout != "" || !strings.Contains(stderr, "option lowport of TCP-LISTEN restricts") {
 		t.Errorf("lowport: code %d, stderr %q, stdout:\n%s", code, stderr, stdout)
+	}
+	code, stdout, stderr = runArgs(t, "", "translate", "-u", "TCP-LISTEN:1,fork", "TCP:db:5432")
+	if code != 2 || stdout != "" || !strings.Contains(stderr, "both ways only") {
+		t.Errorf("-u: code %d, stderr %q, stdout:\n%s", code, stderr, stdout)
 	}
 }
 

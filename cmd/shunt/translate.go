@@ -19,6 +19,9 @@ func translateCommand(_ context.Context, c *command, args []string, s streams) i
 		c.printHelp(s.out, nil)
 		return exitOK
 	}
+	if len(args) > 1 && isSocatName(args[0]) { // a whole command line
+		args = args[1:]
+	}
 	line, err := parseSocatLine(args)
 	if err == nil && (line.help || line.version) {
 		err = errors.New("nothing to translate")
@@ -48,6 +51,9 @@ type translation struct {
 // translate returns a configuration file, and what has no key there, which is
 // listed in its comments too.
 func translate(l *socatLine) (text string, missing []string, err error) {
+	if l.onlyRight || l.onlyLeft {
+		return "", nil, errors.New("-u and -U: a configuration file has connections of both ways only")
+	}
 	down, up := l.left, l.right
 	if !down.listens() {
 		down, up = up, down
@@ -280,7 +286,7 @@ func (t *translation) flags(l *socatLine) {
 		name string
 	}{
 		{l.text, "-v"}, {l.hex, "-x"}, {l.rawRight != "", "-r"}, {l.rawLeft != "", "-R"}, {l.buffer > 0, "-b"},
-		{l.onlyRight, "-u"}, {l.onlyLeft, "-U"}, {l.sloppy, "-s"}, {l.logFile != "", "-lf"}, {l.syslog, "-ly"},
+		{l.sloppy, "-s"}, {l.logFile != "", "-lf"}, {l.syslog, "-ly"},
 		{l.name != "", "-lp"}, {l.micros, "-lu"}, {l.hostname, "-lh"},
 	} {
 		if f.set {
