@@ -1,20 +1,28 @@
 package proxy
 
 import (
+	"slices"
 	"sync"
+	"time"
 
 	"shunt/splice"
 )
 
-// maxIdleWorkers bounds the workers that wait for work: as many as connections that come
-// and go at the same time.
-const maxIdleWorkers = 64
+const (
+	// maxIdleWorkers bounds the workers that wait for work: as many as connections that come
+	// and go at the same time.
+	maxIdleWorkers = 64
+	// idleWorkerAge is how long one waits at least; at most twice as long.
+	idleWorkerAge = time.Second
+)
 
 // workers run what connections do. Most connections are short, and much of what
 // a goroutine costs is the growing of its stack: those that have grown theirs are used again.
 type workers struct {
 	mu     sync.Mutex
-	idle   []chan job // the last to have worked comes last
+	idle   []chan job // the last to have worked comes last, and is the next to work
+	unused int        // so many of idle, from the front, have waited since trim came last
+	armed  bool       // trim is to come
 	closed bool
 }
 
@@ -45,6 +53,7 @@ func (w *workers) start(j job) {
 	}
 	c := w.idle[n]
 	w.idle = w.idle[:n]
+	w.unused = min(w.unused, n)
 	w.mu.Unlock()
 	c <- j
 }
@@ -60,7 +69,25 @@ func (w *workers) work(j job) {
 			return
 		}
 		w.idle = append(w.idle, c)
+		if !w.armed {
+			w.armed = true
+			time.AfterFunc(idleWorkerAge, w.trim)
+		}
 		w.mu.Unlock()
+	}
+}
+
+// trim ends the workers that have waited all the time since it came last.
+func (w *workers) trim() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, c := range w.idle[:w.unused] {
+		close(c)
+	}
+	w.idle = slices.Delete(w.idle, 0, w.unused)
+	w.unused = len(w.idle)
+	if w.armed = len(w.idle) > 0; w.armed {
+		time.AfterFunc(idleWorkerAge, w.trim)
 	}
 }
 
@@ -72,5 +99,5 @@ func (w *workers) close() {
 	for _, c := range w.idle {
 		close(c)
 	}
-	w.idle = nil
+	w.idle, w.unused = nil, 0
 }

@@ -15,7 +15,7 @@ func working() int {
 	return strings.Count(string(b[:runtime.Stack(b, true)]), "proxy.(*workers).work(")
 }
 
-// TestWorkersAreNoBoundAndFewWait lets more connections dial at once than workers may wait afterwards.
+// TestWorkersAreNoBoundAndFewWait lets more connections dial at once than workers may wait afterwards; those don't wait for long.
 func TestWorkersAreNoBoundAndFewWait(t *testing.T) {
 	const many = maxIdleWorkers + 20
 	var dialling atomic.Int32
@@ -56,4 +56,5 @@ func TestWorkersAreNoBoundAndFewWait(t *testing.T) {
 	if n := working() - others; n > maxIdleWorkers {
 		t.Errorf("%d workers, want one that waited to be used again", n)
 	}
+	eventually(t, "end of those that are not needed", func() bool { return working()-others == 0 })
 }
