@@ -59,7 +59,9 @@
 // same system call, if its queue is empty and provably nothing is on its way
 // there: either it never got anything, or nobody is in a system call on the
 // sockets that send to it, and nobody holds a reference to it that a redirect
-// under way would hold. From then on everything for it takes TCP.
+// under way would hold. From then on everything for it takes TCP. Kernels with
+// the fix for CVE-2026-74589 let a sender keep that reference: there, an end that
+// got something stays.
 //
 // # What is trusted
 //

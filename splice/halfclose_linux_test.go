@@ -52,9 +52,16 @@ func shutAndRecv(t *testing.T, c *net.TCPConn) (got []byte, again int) {
 	return got, again
 }
 
+// keepsTarget says that the kernel's senders hold on to whom they have sent to last: an idle receiver looks as if
+// something were on its way.
+func keepsTarget() bool {
+	_, v := kernelRelease()
+	return !knownFaults[0].in(v)
+}
+
 // A thread that finishes sending and waits for the answer is woken by the acknowledgement of its FIN. Where
 // an end has got nothing yet that is certain not to show; where its queue is just empty, it takes that nobody is in a
-// system call on the others.
+// system call on the others, and a kernel whose senders don't hold on to it.
 func TestHalfCloseDoesNotWakeItsOwnReader(t *testing.T) {
 	eachVerdict(t, func(t *testing.T, k *Kernel) {
 		for _, d := range []Direction{Up, Down} {
@@ -92,13 +99,16 @@ func TestHalfCloseDoesNotWakeItsOwnReader(t *testing.T) {
 							t.Errorf("read %q", got)
 						}
 						again += n
+						if left := l.route.p.End[l.route.sender(d)].Out == bpf.ShuntOutOUT_LEFT; left && n > 0 || before == 0 && !left {
+							t.Errorf("left the map: %v; recv said EAGAIN %d times", left, n)
+						}
 						s := l.route.Stats()
 						if s[1-d].Bypassed+s[1-d].Forwarded != uint64(before+len("answer")) || s[d].Bypassed+s[d].Forwarded != uint64(len("question")) {
 							t.Errorf("counted %+v", s)
 						}
 						l.close()
 					}
-					if before == 0 && again > 0 || again > rounds/2 {
+					if again > rounds/2 && !keepsTarget() {
 						t.Errorf("recv said EAGAIN %d times in %d rounds", again, rounds)
 					}
 				})
@@ -152,7 +162,7 @@ func TestHalfCloseLosesNothingOfAStream(t *testing.T) {
 					}
 					l.close()
 				}
-				if left == 0 && short(40) == 40 && k.opt.Verdict == VerdictEvery {
+				if left == 0 && !keepsTarget() && short(40) == 40 && k.opt.Verdict == VerdictEvery {
 					t.Error("no end left the map: nothing was tested")
 				}
 				t.Logf("%d ends left the map", left)
