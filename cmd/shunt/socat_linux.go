@@ -710,6 +710,10 @@ func (f *forwarding) onClosed(conn uint64, cause string, err error) {
 // plainListenError strips what package net says again of a listening address.
 func plainListenError(err error) error {
 	var op *net.OpError
+	var option *optionError
+	if errors.As(err, &option) {
+		return option
+	}
 	if errors.As(err, &op) && op.Op == "listen" {
 		return fmt.Errorf("bind(%s): %w", addrText(op.Addr), plainError(op.Err))
 	}

@@ -125,7 +125,7 @@ func setOneOption(a *address, o *setOption, fd int, want func(phase) bool) error
 		if err == nil {
 			return nil
 		}
-		return fmt.Errorf("setsockopt(%d, %s): %w", fd, o.name, plainError(err))
+		return &optionError{fmt.Sprintf("setsockopt(%d, %s)", fd, o.name), plainError(err)}
 	}
 	switch name {
 	case "linger":
@@ -604,7 +604,10 @@ func (f *forwarding) connectTCP(ctx context.Context, a *address, control proxy.C
 				break
 			}
 		}
-		last = fmt.Errorf("connect(%s): %w", addrPortText(to), plainError(last))
+		var option *optionError
+		if last = plainError(last); !errors.As(last, &option) {
+			last = fmt.Errorf("connect(%s): %w", addrPortText(to), last)
+		}
 	}
 	return nil, last
 }
@@ -771,11 +774,23 @@ func (e strerror) Error() string {
 // Unwrap returns the errno.
 func (e strerror) Unwrap() error { return e.Errno }
 
+// optionError is a socket option that can't be set: no fault of the call that it was set for.
+type optionError struct {
+	call string
+	err  error
+}
+
+func (e *optionError) Error() string { return e.call + ": " + e.err.Error() }
+func (e *optionError) Unwrap() error { return e.err }
+
 // plainError strips what package net says again of the addresses.
 func plainError(err error) error {
 	var errno syscall.Errno
 	var dns *net.DNSError
+	var option *optionError
 	switch {
+	case errors.As(err, &option):
+		return option
 	case errors.As(err, &errno):
 		return strerror{errno}
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded):

@@ -477,3 +477,15 @@ func TestEveryWordOfTheInstalledSocatIsKnown(t *testing.T) {
 		}
 	}
 }
+
+func TestOptionThatCannotBeSetIsNamed(t *testing.T) {
+	for _, args := range [][]string{
+		{"TCP-LISTEN:0,bind=127.0.0.1,ttl=999", "TCP:127.0.0.1:1"},
+		{"TCP:127.0.0.1:1,ttl=999", "TCP:127.0.0.1:1"},
+	} {
+		code, _, stderr := runArgs(t, "", append([]string{"--bypass=off"}, args...)...)
+		if code != 1 || !strings.Contains(stderr, " E setsockopt(") || !strings.Contains(stderr, ", ttl): Invalid argument") {
+			t.Errorf("%q: exit code %d, %s", args, code, stderr)
+		}
+	}
+}
