@@ -624,16 +624,20 @@ static __always_inline enum touched touched(struct pair *p, __u32 role)
 	struct end *e = &p->end[role];
 	struct sock *sk = (struct sock *)e->addr;
 	struct inet_connection_sock *icsk = (struct inet_connection_sock *)sk;
+	struct flow *f = &p->flow[role == ROLE_C ? DIR_DOWN : DIR_UP];
 	struct sk_psock *psock = psock_of(sk);
 	__s32 refs;
 
 	if (!psock || BPF_CORE_READ(psock, sk) != sk)
 		return TOUCHED;
-	if (!p->flow[role == ROLE_C ? DIR_DOWN : DIR_UP].fed)
+	if (!f->fed)
 		return UNTOUCHED;
 	if (may_send(&p->end[role == ROLE_C ? ROLE_A : ROLE_B]) || may_send(&p->end[role == ROLE_C ? ROLE_S : ROLE_C]))
 		return BUSY;
 	full_barrier(&e->left);
+	/* At the end of a window its sender is unlocked for a moment, holds nothing, and will go on with a message. */
+	if (verdict_mode != MODE_EVERY && f->granted)
+		return TOUCHED;
 	refs = BPF_CORE_READ(sk, __sk_common.skc_refcnt.refs.counter);
 	if (bpf_core_field_exists(icsk->icsk_retransmit_timer) && BPF_CORE_READ(icsk, icsk_retransmit_timer.entry.pprev))
 		refs--;
@@ -851,11 +855,11 @@ int on_send(struct sk_msg_md *m)
 		 * shunt's own writes. A receiver's TCP queue must stay empty while it
 		 * lives; when it is gone, TCP finds that out. shunt has looked for room.
 		 */
-		__sync_fetch_and_add(&f->messages, 1);
 		f->fed = 1;
 		full_barrier(&f->fed); /* see touched */
 		if (to->gone || to->out)
 			return SK_PASS;
+		__sync_fetch_and_add(&f->messages, 1);
 		bpf_msg_redirect_hash(m, &socks, &target, flags);
 		return SK_PASS;
 	}

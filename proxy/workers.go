@@ -9,7 +9,7 @@ import (
 )
 
 const (
-	// maxIdleWorkers bounds the workers that wait for work: as many as connections that come
+	// maxIdleWorkers bounds the workers that wait for work: two for each of some connections that come
 	// and go at the same time.
 	maxIdleWorkers = 64
 	// idleWorkerAge is how long one waits at least; at most twice as long.
