@@ -355,7 +355,7 @@ func send(t *testing.T, w io.Writer, s string) {
 
 // run starts the forwarding of a route and ends it with the test.
 func (f *front) run(r *Route) *loop {
-	l := &loop{route: r, down: r.down, up: r.up}
+	l := &loop{route: r, down: r.down.(*net.TCPConn), up: r.up.(*net.TCPConn)}
 	for _, d := range []Direction{Up, Down} {
 		ended := make(chan error, 1)
 		l.ended[d] = ended

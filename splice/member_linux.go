@@ -42,7 +42,12 @@ func (k *Kernel) setMember(fd int, m *bpf.ShuntMember) error {
 func (k *Kernel) onMember(cmd uintptr, fd int, m *bpf.ShuntMember) error {
 	key := int32(fd)
 	e := element{fd: uint32(k.obj.Members.FD()), key: unsafe.Pointer(&key), value: unsafe.Pointer(m)}
-	_, _, errno := unix.Syscall(unix.SYS_BPF, cmd, uintptr(unsafe.Pointer(&e)), unsafe.Sizeof(e))
+	var errno unix.Errno
+	if Supervised() {
+		_, _, errno = unix.Syscall(unix.SYS_BPF, cmd, uintptr(unsafe.Pointer(&e)), unsafe.Sizeof(e))
+	} else {
+		_, _, errno = unix.RawSyscall(unix.SYS_BPF, cmd, uintptr(unsafe.Pointer(&e)), unsafe.Sizeof(e))
+	}
 	if errno != 0 {
 		return errno
 	}

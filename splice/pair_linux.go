@@ -23,7 +23,7 @@ type Candidate struct {
 	k    *Kernel
 	slot uint32
 	gen  uint32
-	down *net.TCPConn
+	down Socket
 }
 
 var whyReason = map[bpf.ShuntWhy]Reason{
@@ -37,7 +37,7 @@ var whyReason = map[bpf.ShuntWhy]Reason{
 // Claim finds the candidate that belongs to an accepted connection, right
 // after accept. A nil Candidate comes with the reason; the kernel holds
 // nothing of the connection then.
-func (k *Kernel) Claim(down *net.TCPConn) (*Candidate, Reason) {
+func (k *Kernel) Claim(down Socket) (*Candidate, Reason) {
 	var m bpf.ShuntMember
 	err := withFD(down, func(fd int) error { return k.member(fd, &m) })
 	if errors.Is(err, unix.ENOENT) {
@@ -116,7 +116,7 @@ func (c *Candidate) Release() {
 // are plain TCP then, and nothing of ahead was written. It waits up to
 // pairWithin for the upstream's end. When ahead.First can't be written, Forward(Up)
 // will say so.
-func (c *Candidate) Pair(up *net.TCPConn, ahead Ahead) (*Route, Reason) {
+func (c *Candidate) Pair(up Socket, ahead Ahead) (*Route, Reason) {
 	k := c.k
 	p := &k.pairs[c.slot]
 	upAddr := addrOf(up.RemoteAddr())

@@ -3,7 +3,6 @@ package splice
 import (
 	"errors"
 	"io"
-	"net"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -29,7 +28,7 @@ type Route struct {
 	k        *Kernel
 	slot     uint32
 	p        *bpf.ShuntPair
-	down, up *net.TCPConn
+	down, up Socket
 	downAddr netip.AddrPort
 	upAddr   netip.AddrPort
 	cookie   [4]uint64
@@ -37,6 +36,8 @@ type Route struct {
 	kept     [2]uint64 // bytes of the sender's that this process took for itself
 	added    [2]uint64 // bytes that it sent ahead of the sender's
 	lost     error     // why those were not written
+
+	rest [2][]byte // what Take took and couldn't write
 
 	waits [2]atomic.Uint64
 	high  [2]atomic.Uint64 // bypassed bytes shown so far
@@ -67,7 +68,7 @@ func (r *Route) stallKey(d Direction) stallKey {
 }
 
 // legs are the connection that a direction is read from and the one that it is written to.
-func (r *Route) legs(d Direction) (src, dst *net.TCPConn) {
+func (r *Route) legs(d Direction) (src, dst Socket) {
 	if d == Up {
 		return r.down, r.up
 	}
@@ -88,11 +89,19 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 		return 0, &EndError{Write: true, Err: r.lost}
 	}
 	src, dst := r.legs(d)
+	flow := &r.p.Flow[d]
+	if rest := r.rest[d]; len(rest) > 0 {
+		if err := r.hand(d, dst, rest); err != nil {
+			return sum, &EndError{Write: true, Err: err}
+		}
+		r.rest[d] = nil
+		sum += uint64(len(rest))
+		atomic.AddUint64(&flow.Forwarded, uint64(len(rest)))
+	}
 	rc, err := src.SyscallConn()
 	if err != nil {
 		return sum, &EndError{Err: err}
 	}
-	flow := &r.p.Flow[d]
 	// First bytes are few, mostly: they are simply read.
 	peek, most := 0, fewBytes
 	if atomic.LoadUint64(&flow.Forwarded) > 0 {
@@ -143,6 +152,83 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 	}
 }
 
+// Take is Forward for an event loop, which must not wait. It carries what is there, if that is a few bytes,
+// by way of buf, and returns no error or, after FIN, io.EOF. After ErrWait, Forward has to go on; other errors are
+// *EndError. Without ending, less than was asked for counts as all: what comes later is another event
+// of an edge-triggered caller's. Take and Forward of one direction don't run at the same time.
+func (r *Route) Take(d Direction, ending bool, buf []byte) (sum uint64, _ error) {
+	if d == Up && r.lost != nil {
+		return 0, &EndError{Write: true, Err: r.lost}
+	}
+	src, dst := r.legs(d)
+	flow := &r.p.Flow[d]
+	b := buf[:min(len(buf), fewBytes)]
+	for {
+		if !r.roomForSure(d, len(b)) {
+			return sum, ErrWait
+		}
+		// As in Forward.
+		peek := 0
+		if atomic.LoadUint64(&flow.Forwarded) > 0 {
+			peek = unix.MSG_PEEK
+		}
+		var n, m int
+		err := withFD(src, func(fd int) (err error) {
+			n, err = receive(uintptr(fd), b, peek)
+			return err
+		})
+		switch {
+		case err == unix.EAGAIN:
+			return sum, nil
+		case err != nil:
+			return sum, &EndError{Err: err}
+		case n == 0:
+			return sum, io.EOF
+		}
+		err = withFD(dst, func(fd int) (err error) {
+			m, err = transmit(uintptr(fd), b[:n])
+			return err
+		})
+		sum += uint64(m)
+		atomic.AddUint64(&flow.Forwarded, uint64(m))
+		if peek == 0 && m < n {
+			r.rest[d] = append([]byte(nil), b[m:n]...)
+		}
+		switch {
+		case err == unix.EAGAIN, err == unix.ENOMEM:
+			return sum, ErrWait
+		case err != nil:
+			return sum, &EndError{Write: true, Err: err}
+		case peek != 0:
+			if err := discard(src, m); err != nil {
+				return sum, &EndError{Err: err}
+			}
+		}
+		switch {
+		case m < n:
+			return sum, ErrWait
+		case n == len(b): // much, it seems
+			return sum, ErrWait
+		case !ending:
+			return sum, nil
+		}
+	}
+}
+
+// transmit is send(2) that doesn't wait.
+func transmit(fd uintptr, b []byte) (n int, err error) {
+	for {
+		r, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+		switch errno {
+		case 0:
+			return int(r), nil
+		case unix.EINTR:
+		default:
+			return 0, errno
+		}
+	}
+}
+
 // receive is recv(2) that doesn't wait. The runtime need not know of it.
 func receive(fd uintptr, b []byte, flags int) (n int, err error) {
 	for {
@@ -159,7 +245,7 @@ func receive(fd uintptr, b []byte, flags int) (n int, err error) {
 
 // hand writes b, which the verdict redirects into the receiver's queue. There
 // must be room first: the kernel would take it in any case.
-func (r *Route) hand(d Direction, dst *net.TCPConn, b []byte) error {
+func (r *Route) hand(d Direction, dst Socket, b []byte) error {
 	for len(b) > 0 {
 		if !r.roomForSure(d, len(b)) {
 			if err := r.waitRoom(d); err != nil {
@@ -182,7 +268,7 @@ func (r *Route) hand(d Direction, dst *net.TCPConn, b []byte) error {
 }
 
 // discard takes n bytes that are there off the socket, without copying them.
-func discard(src *net.TCPConn, n int) error {
+func discard(src Socket, n int) error {
 	return withFD(src, func(fd int) error {
 		for n > 0 {
 			m, _, errno := unix.Syscall6(unix.SYS_RECVFROM, uintptr(fd), 0, uintptr(n), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)

@@ -40,19 +40,22 @@ func (k *Kernel) Close() error { return nil }
 func (k *Kernel) Listen(*net.TCPListener) (func(), error) { return nil, ErrUnsupported }
 
 // Claim declines.
-func (k *Kernel) Claim(*net.TCPConn) (*Candidate, Reason) { return nil, ReasonUnsupported }
+func (k *Kernel) Claim(Socket) (*Candidate, Reason) { return nil, ReasonUnsupported }
 
 // Control does nothing.
 func (c *Candidate) Control(string, string, syscall.RawConn) error { return nil }
 
 // Pair declines.
-func (c *Candidate) Pair(*net.TCPConn, Ahead) (*Route, Reason) { return nil, ReasonUnsupported }
+func (c *Candidate) Pair(Socket, Ahead) (*Route, Reason) { return nil, ReasonUnsupported }
 
 // Release does nothing.
 func (c *Candidate) Release() {}
 
 // Forward is never called.
 func (r *Route) Forward(Direction) (uint64, error) { return 0, ErrUnsupported }
+
+// Take is never called.
+func (r *Route) Take(Direction, bool, []byte) (uint64, error) { return 0, ErrUnsupported }
 
 // Stats is never called.
 func (r *Route) Stats() RouteStats { return RouteStats{} }

@@ -1,5 +1,22 @@
 package splice
 
+import (
+	"errors"
+	"net"
+	"syscall"
+)
+
+// Socket is a connected TCP socket: a *net.TCPConn, or what behaves like one. Its addresses are *net.TCPAddr.
+type Socket interface {
+	net.Conn
+	syscall.Conn
+	// CloseWrite finishes sending.
+	CloseWrite() error
+}
+
+// ErrWait is Route.Take's when there may be more to do, and that takes waiting.
+var ErrWait = errors.New("this takes waiting")
+
 // Direction names the way bytes travel through a connection.
 type Direction uint8
 
