@@ -41,7 +41,7 @@ func (l *listener) ping(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	interrupt(ln, true)
+	l.interrupt(true)
 	select {
 	case <-answer:
 		return nil

@@ -19,7 +19,7 @@ type Bypass interface {
 	// accept and before a byte is read or written. A nil Candidate comes
 	// with the reason why the connection must be copied, and the kernel
 	// holds nothing of the connection any more.
-	Claim(down *net.TCPConn) (Candidate, splice.Reason)
+	Claim(down splice.Socket) (Candidate, splice.Reason)
 }
 
 // Candidate is an accepted connection whose client is on this host. Exactly
@@ -34,7 +34,7 @@ type Candidate interface {
 	// Route comes with the reason; both connections are then ordinary TCP
 	// again, and nothing was written. It may wait up to a few milliseconds for
 	// the upstream's end to show up.
-	Pair(up *net.TCPConn, ahead splice.Ahead) (Route, splice.Reason)
+	Pair(up splice.Socket, ahead splice.Ahead) (Route, splice.Reason)
 
 	// Release gives the candidate up: there is no upstream.
 	Release()
@@ -52,6 +52,11 @@ type Route interface {
 	// ends it early, and so does a read deadline of the source; after that
 	// one, Forward may be called again and goes on.
 	Forward(dir splice.Direction) (n uint64, err error)
+
+	// Take is Forward of the event loop, which must not wait. It carries what is there, if that is a few bytes, by way
+	// of buf, and returns no error or, after FIN, io.EOF; without ending, it doesn't look for more than it got. After splice.ErrWait, Forward has to go on. It and
+	// Forward don't run at the same time for one direction.
+	Take(dir splice.Direction, ending bool, buf []byte) (n uint64, err error)
 
 	// Stats reads the counters; cheap enough for every scrape.
 	Stats() splice.RouteStats

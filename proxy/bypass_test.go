@@ -43,7 +43,7 @@ func (b *fakeBypass) Listen(*net.TCPListener) (func(), error) {
 	return func() { b.note("withdraw") }, nil
 }
 
-func (b *fakeBypass) Claim(down *net.TCPConn) (Candidate, splice.Reason) {
+func (b *fakeBypass) Claim(down splice.Socket) (Candidate, splice.Reason) {
 	b.note("claim")
 	if b.decline != "" {
 		return nil, b.decline
@@ -53,7 +53,7 @@ func (b *fakeBypass) Claim(down *net.TCPConn) (Candidate, splice.Reason) {
 
 type fakeCandidate struct {
 	b    *fakeBypass
-	down *net.TCPConn
+	down splice.Socket
 }
 
 func (c *fakeCandidate) Control(string, string, syscall.RawConn) error {
@@ -61,20 +61,20 @@ func (c *fakeCandidate) Control(string, string, syscall.RawConn) error {
 	return nil
 }
 
-func (c *fakeCandidate) Pair(up *net.TCPConn, ahead splice.Ahead) (Route, splice.Reason) {
+func (c *fakeCandidate) Pair(up splice.Socket, ahead splice.Ahead) (Route, splice.Reason) {
 	c.b.note("pair")
 	if c.b.refuse != "" {
 		return nil, c.b.refuse
 	}
 	up.Write(ahead.First)
-	return &fakeRoute{b: c.b, legs: [2]*net.TCPConn{c.down, up}}, ""
+	return &fakeRoute{b: c.b, legs: [2]splice.Socket{c.down, up}}, ""
 }
 
 func (c *fakeCandidate) Release() { c.b.note("release") }
 
 type fakeRoute struct {
 	b    *fakeBypass
-	legs [2]*net.TCPConn
+	legs [2]splice.Socket
 	mu   sync.Mutex
 	n    [2]uint64
 }
@@ -99,6 +99,8 @@ func (r *fakeRoute) Forward(d splice.Direction) (sum uint64, _ error) {
 		r.mu.Unlock()
 	}
 }
+
+func (r *fakeRoute) Take(splice.Direction, bool, []byte) (uint64, error) { return 0, splice.ErrWait }
 
 func (r *fakeRoute) Stats() (s splice.RouteStats) {
 	r.mu.Lock()
@@ -201,7 +203,7 @@ func TestBypassedDirectionsAreParked(t *testing.T) {
 			for _, c := range r.conns() {
 				c.mu.Lock()
 				defer c.mu.Unlock()
-				return c.flows[0].state == flowParked && c.flows[1].state == flowParked
+				return c.flows[0].rests() && c.flows[1].rests()
 			}
 			return false
 		})

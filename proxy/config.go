@@ -96,6 +96,9 @@ type Listener struct {
 	ListenFunc ListenFunc
 	// DialFunc, unless nil, connects upstreams, and bounds its own time; Upstream only names them, DialTimeout is ignored.
 	DialFunc DialFunc
+	// Direct, unless nil, is where DialFunc connects to if it can be done at once. DialFunc is called where that
+	// doesn't succeed.
+	Direct *Direct
 	// NoBypass, unless empty, is why none of its connections can be bypassed.
 	NoBypass splice.Reason
 	// Admit, unless nil, is called for each accepted connection before anything else; an error refuses it, as Deny does.

@@ -40,6 +40,7 @@ type flowState uint8
 const (
 	flowMoving flowState = iota // a goroutine
 	flowParked                  // the parking; nothing moves
+	flowLooped                  // the event loop
 	flowEnded                   // nobody: the end was passed on
 )
 
@@ -61,10 +62,15 @@ type flow struct {
 	// These belong to the goroutine that moves the direction.
 	parkedOnce bool
 	plain      bool // never splice(2): bytes come beside TCP
+
+	// The event loop's, and then the goroutine's.
+	turns   uint8
+	resting bool   // counted by tidy; guarded by conn.mu
+	rest    []byte // taken from the source, and still to be written
 }
 
 // conn is one proxied connection. One goroutine moves each direction, or none
-// while it is parked; whoever ends the second one closes the connection.
+// while it is parked or the event loop's; whoever ends the second one closes the connection.
 type conn struct {
 	id      uint64
 	ticket  uint64 // its place in the listener's order
@@ -77,6 +83,13 @@ type conn struct {
 	dialled time.Duration // how long connecting the upstream took
 	legs    [2]leg        // client's, upstream's: the source of direction d is legs[d], its destination legs[1-d]
 	flows   [2]flow       // by splice.Direction
+
+	// What express leaves to serve.
+	cand    Candidate
+	claimed bool
+	begun   *attempt
+
+	left bool // the event loop, for good; guarded by mu
 
 	settled atomic.Bool
 
@@ -125,7 +138,11 @@ func (c *conn) connected() bool {
 		c.abandon()
 		return false
 	}
-	cand := c.claim()
+	if !c.claimed {
+		c.cand, c.claimed = c.claim(), true
+	}
+	cand := c.cand
+	c.cand = nil
 	var up Stream
 	var err error
 	if c.l.needsHead() {
@@ -144,6 +161,11 @@ func (c *conn) connected() bool {
 		c.abandon()
 		return false
 	}
+	return c.begin(cand, up)
+}
+
+// begin goes on with both legs connected; false: the connection was killed.
+func (c *conn) begin(cand Candidate, up Stream) bool {
 	c.legs[1].sock = up
 	route := c.pair(cand)
 	c.mu.Lock()
@@ -252,10 +274,7 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 	var control ControlFunc
 	if cand != nil {
 		control = func(network, address string, raw syscall.RawConn) error {
-			if err := cand.Control(network, address, raw); err != nil {
-				// Nothing fails because the bypass isn't there: Pair will decline.
-				c.l.log.Debug().Uint64("conn", c.id).Err(err).Msg("upstream not registered for the bypass")
-			}
+			c.register(cand, network, address, raw)
 			return nil
 		}
 	}
@@ -300,6 +319,14 @@ func (c *conn) dial(cand Candidate) (Stream, error) {
 	return nil, err
 }
 
+// register tells the bypass of the upstream's socket.
+func (c *conn) register(cand Candidate, network, address string, raw syscall.RawConn) {
+	if err := cand.Control(network, address, raw); err != nil {
+		// Nothing fails because the bypass isn't there: Pair will decline.
+		c.l.log.Debug().Uint64("conn", c.id).Err(err).Msg("upstream not registered for the bypass")
+	}
+}
+
 // connect gets the connection its upstream.
 func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, *endpoint, error) {
 	l := c.l
@@ -317,11 +344,17 @@ func (c *conn) connect(ctx context.Context, control ControlFunc) (Stream, *endpo
 		up, err := c.dialOriginal(ctx, control)
 		return up, nil, err
 	}
-	var client netip.Addr
-	if l.cfg.Balance == BalanceSourceHash {
-		client = c.source().Addr()
+	begun := c.begun
+	c.begun = nil
+	return l.dial(ctx, c.chooser(), control, begun)
+}
+
+// chooser is who is told apart by the choice of an upstream; invalid where that doesn't matter.
+func (c *conn) chooser() netip.Addr {
+	if c.l.cfg.Balance == BalanceSourceHash {
+		return c.source().Addr()
 	}
-	return l.dial(ctx, client, control)
+	return netip.Addr{}
 }
 
 // upstream is the configured upstream that the connection went to; before that, all of them.
@@ -334,6 +367,14 @@ func (c *conn) upstream() string {
 
 // abandon ends a connection whose directions never started.
 func (c *conn) abandon() {
+	if c.begun != nil {
+		c.begun.drop()
+		c.begun = nil
+	}
+	if c.cand != nil {
+		c.cand.Release()
+		c.cand = nil
+	}
 	c.mu.Lock()
 	quiet := c.l.cfg.QuietEnds && !c.killed
 	c.mu.Unlock()
@@ -370,6 +411,8 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 		}
 	} else if err = c.lostHead(d); err != nil {
 		wrote, end = true, endOf(err)
+	} else if err = c.writeRest(d); err != nil {
+		wrote, end = true, endOf(err)
 	} else {
 		var parked bool
 		parked, wrote, err = c.copy(d, fresh)
@@ -378,6 +421,23 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 		}
 		end = endOf(err)
 	}
+	c.conclude(d, end, wrote, err)
+}
+
+// writeRest writes what the event loop took and couldn't write.
+func (c *conn) writeRest(d splice.Direction) error {
+	f := &c.flows[d]
+	if len(f.rest) == 0 {
+		return nil
+	}
+	n, err := c.legs[1-d].sock.Write(f.rest)
+	f.copied.Add(uint64(n))
+	f.rest = nil
+	return err
+}
+
+// conclude is what follows the end of direction d: its source's or, with wrote, its destination's.
+func (c *conn) conclude(d splice.Direction, end ending, wrote bool, err error) {
 	src, dst := &c.legs[d], &c.legs[1-d]
 	switch {
 	case end == endOurs:
@@ -395,6 +455,11 @@ func (c *conn) move(d splice.Direction, fresh bool) {
 	default:
 		c.sourceDied(d, end, err)
 	}
+	c.ended(d)
+}
+
+// ended closes the connection if the other direction has ended, too.
+func (c *conn) ended(d splice.Direction) {
 	c.mu.Lock()
 	c.flows[d].state = flowEnded
 	c.mu.Unlock()
@@ -654,9 +719,12 @@ func (c *conn) kill(cause string, rst bool) {
 		}
 	}
 	for d := range c.flows {
-		if c.flows[d].state == flowParked {
+		if s := c.flows[d].state; s == flowParked || s == flowLooped {
 			c.flows[d].state = flowEnded
-			c.l.srv.tidy.resting.Add(-1)
+			if s == flowParked {
+				c.l.srv.tidy.resting.Add(-1)
+			}
+			c.unrest(d)
 		}
 	}
 	c.mu.Unlock()
@@ -709,6 +777,14 @@ func (c *conn) wake(d splice.Direction) {
 	c.mu.Unlock()
 	if parked {
 		c.l.srv.workers.start(job{c: c, moves: true, d: d})
+	}
+}
+
+// unrest is called for a direction of the loop's that isn't any more. c.mu is held.
+func (c *conn) unrest(d int) {
+	if c.flows[d].resting {
+		c.flows[d].resting = false
+		c.l.srv.tidy.resting.Add(-1)
 	}
 }
 

@@ -101,10 +101,16 @@ func (c *conn) copy(d splice.Direction, fresh bool) (parked, wrote bool, err err
 			f.plain = true
 			continue
 		}
+		from, ok := streamOf(src.sock)
+		to, ok2 := streamOf(dst.sock)
+		if !ok || !ok2 {
+			f.plain = true
+			continue
+		}
 		if !c.l.srv.pipes.take() {
 			continue
 		}
-		m, err := io.Copy(dst.sock, src.sock)
+		m, err := io.Copy(to, from)
 		c.l.srv.pipes.give()
 		f.copied.Add(uint64(m))
 		switch {

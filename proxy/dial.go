@@ -94,11 +94,12 @@ func isLimit(err error) bool {
 // dial connects to one of the listener's upstreams, trying their addresses one after the other, since
 // control is for one socket at a time. A lack of descriptors is waited out. All of it within
 // dial_timeout. The endpoint counts the connection until its active is lowered again.
-func (l *listener) dial(ctx context.Context, client netip.Addr, control ControlFunc) (Stream, *endpoint, error) {
+func (l *listener) dial(ctx context.Context, client netip.Addr, control ControlFunc, begun *attempt) (Stream, *endpoint, error) {
 	ctx, cancel := context.WithTimeout(ctx, l.cfg.DialTimeout)
 	defer cancel()
 	for wait := 5 * time.Millisecond; ; wait = min(2*wait, 250*time.Millisecond) {
-		up, at, err := l.dialOnce(ctx, client, control)
+		up, at, err := l.dialOnce(ctx, client, control, begun)
+		begun = nil
 		if err == nil {
 			return up, at, nil
 		}
@@ -115,23 +116,31 @@ func (l *listener) dial(ctx context.Context, client netip.Addr, control ControlF
 	}
 }
 
-func (l *listener) dialOnce(ctx context.Context, client netip.Addr, control ControlFunc) (Stream, *endpoint, error) {
-	set, err := l.pool.addresses(ctx)
+func (l *listener) dialOnce(ctx context.Context, client netip.Addr, control ControlFunc, begun *attempt) (Stream, *endpoint, error) {
+	set, err := l.addresses(ctx, begun)
 	if err != nil {
 		return nil, nil, &dialError{dialKind(err), fmt.Errorf("resolve %s: %w", l.upstream, plainCause(err))}
 	}
 	var last, limit *dialError
 	var had tried
 	for {
-		i, left := l.pool.choose(set, had, client)
-		if left == 0 {
+		var i, left int
+		if begun != nil {
+			i, left = begun.i, begun.left
+		} else if i, left = l.pool.choose(set, had, client); left == 0 {
 			break
 		}
 		end, _ := ctx.Deadline()
 		budget := time.Until(end)
 		fair := max(budget/time.Duration(left), min(minDialShare, l.cfg.DialTimeout/4))
 		e := set[i].endpoint
-		up, err := l.dialAddress(ctx, e.addr, min(fair, budget), control)
+		var up Stream
+		if begun != nil {
+			up, err = begun.finish(ctx, min(fair, budget))
+			begun = nil
+		} else {
+			up, err = l.dialAddress(ctx, e.addr, min(fair, budget), control)
+		}
 		if err == nil {
 			l.pool.reached(e)
 			return up, e, nil
@@ -162,6 +171,14 @@ func (l *listener) dialOnce(ctx context.Context, client netip.Addr, control Cont
 		return nil, nil, last
 	}
 	return nil, nil, &dialError{dialNone, errNoUpstream}
+}
+
+// addresses are those to choose from: the ones that a dial was begun with.
+func (l *listener) addresses(ctx context.Context, begun *attempt) ([]member, error) {
+	if begun != nil {
+		return begun.set, nil
+	}
+	return l.pool.addresses(ctx)
 }
 
 // apply sets the net package's two keepalive fields.

@@ -309,7 +309,8 @@ func TestOurSocketsHaveKeepaliveAndNoMPTCP(t *testing.T) {
 					return nil
 				})
 			}
-			if mp, err := tcp.MultipathTCP(); err != nil || mp {
+			s, _ := streamOf(c.legs[i].sock)
+			if mp, err := s.(*net.TCPConn).MultipathTCP(); err != nil || mp {
 				t.Errorf("leg %d: MPTCP %v, %v", i, mp, err)
 			}
 		}

@@ -33,6 +33,15 @@
 // in which they were accepted, unless one has to wait before it dials. Timeouts, the end of a drain and
 // a second stop reset both ends at once.
 //
+// # The event loop
+//
+// On Linux, connections of a TCP listener whose upstreams are addresses on the loopback interface
+// begin without a goroutine: the accept loop dials, since the handshake is over when connect(2)
+// returns, and an event loop carries the first few messages and the ends. Package net and the
+// runtime's poller don't know these sockets (see socket), which is cheaper to make, to wait for and
+// to keep. Whatever takes time or is out of the ordinary leaves for goroutines for good: more than a few
+// messages or KiB, a full queue, a reset, an upstream that doesn't answer at once.
+//
 // # Copying, and what an idle connection costs
 //
 // A direction that carries bulk data is an io.Copy between the two sockets,

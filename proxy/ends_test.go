@@ -53,7 +53,7 @@ func (r *rig) parkedDown() {
 		}
 		cs[0].mu.Lock()
 		defer cs[0].mu.Unlock()
-		return cs[0].flows[1].state == flowParked
+		return cs[0].flows[1].rests()
 	})
 }
 

@@ -235,7 +235,7 @@ func TestReloadChangesTheKeepAliveOfNewConnections(t *testing.T) {
 		client, service := r.pair()
 		r.touch(client, service)
 		var on, secs int
-		raw, err := r.conns()[0].down().(*net.TCPConn).SyscallConn()
+		raw, err := r.conns()[0].down().(syscall.Conn).SyscallConn()
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -26,7 +26,8 @@ type listener struct {
 	log      zerolog.Logger
 	given    net.Listener // an open listening socket that it takes over, or nil
 	ln       atomic.Pointer[net.Listener]
-	file     *socketFile // of a UNIX socket
+	fast     atomic.Pointer[accepter] // accepts in ln's place, or nil
+	file     *socketFile              // of a UNIX socket
 	withdraw func()
 	upstream string        // the configured ones
 	pool     *pool         // nil where a DialFunc connects, and with original
@@ -169,6 +170,7 @@ func (l *listener) start() {
 		f(ln.Addr())
 	}
 	l.loop = make(chan struct{})
+	l.fast.Store(l.newAccepter(ln))
 	l.started.Store(true)
 	go l.accept()
 }
@@ -235,14 +237,16 @@ func (l *listener) end(keep bool) {
 				l.log.Info().Err(err).Msg("the socket's file stays")
 			}
 			ln.Close()
+			l.fast.Load().close()
 		} else {
-			interrupt(ln, true)
+			l.interrupt(true)
 		}
 		if l.loop != nil {
 			<-l.loop
 		}
 		if keep {
-			interrupt(ln, false)
+			l.interrupt(false)
+			l.fast.Load().close()
 			l.unannounce()
 		}
 	})
@@ -256,15 +260,15 @@ func (l *listener) unannounce() {
 }
 
 // interrupt lets Accept return at once, or wait again.
-func interrupt(ln net.Listener, now bool) {
-	d, ok := ln.(interface{ SetDeadline(time.Time) error })
-	if !ok {
-		return
-	}
+func (l *listener) interrupt(now bool) {
+	at := time.Time{}
 	if now {
-		d.SetDeadline(time.Unix(1, 0))
-	} else {
-		d.SetDeadline(time.Time{})
+		at = time.Unix(1, 0)
+	}
+	if a := l.fast.Load(); a != nil {
+		a.file.SetDeadline(at)
+	} else if d, ok := (*l.ln.Load()).(interface{ SetDeadline(time.Time) error }); ok {
+		d.SetDeadline(at)
 	}
 }
 
@@ -273,6 +277,7 @@ func interrupt(ln net.Listener, now bool) {
 func (l *listener) accept() {
 	defer close(l.loop)
 	ln := *l.ln.Load()
+	fast := l.fast.Load()
 	var wait time.Duration
 	for {
 		for waited := false; !l.slots.try(waited); waited = true {
@@ -284,13 +289,15 @@ func (l *listener) accept() {
 				return
 			}
 		}
-		s, err := ln.Accept()
+		var down Stream
+		var err error
+		if fast != nil {
+			down, err = fast.accept()
+		} else {
+			down, err = l.acceptStream(ln)
+		}
 		if err == nil {
 			wait = 0
-			down := s.(Stream) // as ListenFunc promises
-			if t := tcpOf(down); l.adjustKeepAlive && t != nil {
-				l.cfg.KeepAlive.set(t)
-			}
 			c := l.admit(down)
 			if c == nil {
 				l.slots.give()
@@ -298,8 +305,15 @@ func (l *listener) accept() {
 			}
 			if l.cfg.Once {
 				ln.Close()
+				fast.close()
 			}
 			c.ticket = l.order.enter()
+			if fast != nil && c.express() {
+				if l.cfg.Once {
+					return
+				}
+				continue
+			}
 			l.srv.workers.start(job{c: c})
 			if l.cfg.Once {
 				return
@@ -314,7 +328,7 @@ func (l *listener) accept() {
 			return
 		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
-			if l.interrupted(ln) {
+			if l.interrupted() {
 				return
 			}
 			continue
@@ -336,11 +350,23 @@ func (l *listener) accept() {
 	}
 }
 
+// acceptStream accepts by package net.
+func (l *listener) acceptStream(ln net.Listener) (Stream, error) {
+	s, err := ln.Accept()
+	if err != nil {
+		return nil, err
+	}
+	if t, ok := s.(*net.TCPConn); l.adjustKeepAlive && ok {
+		l.cfg.KeepAlive.set(t)
+	}
+	return s.(Stream), nil // as ListenFunc promises
+}
+
 // interrupted is the accept loop's answer to interrupt: it ends, or answers a
 // ping and goes on.
-func (l *listener) interrupted(ln net.Listener) (end bool) {
+func (l *listener) interrupted() (end bool) {
 	// Before it looks for why: what comes later interrupts again.
-	interrupt(ln, false)
+	l.interrupt(false)
 	select {
 	case <-l.closing:
 		return true
@@ -417,6 +443,11 @@ func (l *listener) add(down Stream) *conn {
 		f(c.id, down)
 	}
 	return c
+}
+
+// logsEnds says that finished writes something.
+func (l *listener) logsEnds() bool {
+	return l.srv.accessLog.Load() || l.log.GetLevel() <= zerolog.DebugLevel && zerolog.GlobalLevel() <= zerolog.DebugLevel
 }
 
 // finished takes a closed connection out of the live ones.

@@ -79,6 +79,13 @@ func (o *order) wait(ticket uint64, end time.Time) {
 	}
 }
 
+// alone says that nobody comes before ticket.
+func (o *order) alone(ticket uint64) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return ticket == o.first
+}
+
 // leave says that nobody needs to wait for ticket, again or for the first time.
 func (o *order) leave(ticket uint64) {
 	o.mu.Lock()

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -26,6 +27,8 @@ type Server struct {
 	resolver    atomic.Pointer[resolver]
 	parking     *parking
 	workers     workers
+	loops       []*loop
+	noLoop      bool // tests: goroutines have every connection
 	pipes       budget
 	tidy        tidy
 	dns         []string // what resolver asks; guarded by changing
@@ -228,6 +231,14 @@ func (s *Server) Open() (err error) {
 	if s.parking, err = newParking(s.wake); err != nil {
 		return err
 	}
+	// A connection's bytes and ends cost about as much as its accepting and dialling.
+	for range max(runtime.GOMAXPROCS(0)/2, 1) {
+		l, err := newLoop(s)
+		if err != nil {
+			return err
+		}
+		s.loops = append(s.loops, l)
+	}
 	if err := s.inherit(); err != nil {
 		return err
 	}
@@ -285,6 +296,9 @@ func (s *Server) closeAll() {
 		s.parking.close()
 		s.workers.close()
 	}
+	for _, l := range s.loops {
+		l.close()
+	}
 }
 
 // wake is the parking's.
@@ -307,7 +321,8 @@ const (
 // share divides the files up. A connection has two sockets and, on average,
 // one pipe; a direction that gets no pipe copies without.
 func (s *Server) share(files uint64) {
-	free := int64(min(files, 1<<30)) - openFiles() - filesSpare
+	// A listener may take a second descriptor of its socket.
+	free := int64(min(files, 1<<30)) - openFiles() - filesSpare - int64(len(s.listeners))
 	conns := max(free/(filesPerConn+filesPerPipe), 1)
 	s.fitting = int(conns)
 	s.most = int(max(free/filesPerConn, 1))
@@ -459,6 +474,9 @@ func (s *Server) drain(served bool) {
 		t.Stop()
 	}
 	s.parking.close()
+	for _, l := range s.loops {
+		l.close()
+	}
 	s.workers.close()
 	if s.admin != nil {
 		s.admin.close()

@@ -12,8 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tcpClosed is TCP_CLOSE of the kernel's tcp_states.h.
-const tcpClosed = 7
+// States of the kernel's tcp_states.h.
+const (
+	tcpEstablished = 1
+	tcpSynSent     = 2
+	tcpClosed      = 7
+	tcpCloseWait   = 8
+)
 
 // resetKeepsBytes says that unacked works, so that a reset can be held back
 // until the bytes before it have arrived.
@@ -32,6 +37,9 @@ type tcpStats struct {
 }
 
 func control(c syscall.Conn, f func(fd int) error) error {
+	if s, ok := c.(*socket); ok {
+		return s.control(f)
+	}
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -71,17 +79,23 @@ func isClosed(leg Stream) (closed, ok bool) {
 		return false, false
 	}
 	err := control(c, func(fd int) error {
-		var state [4]byte // the first bytes of TCP_INFO
-		n := uint32(len(state))
-		_, _, errno := unix.RawSyscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.IPPROTO_TCP, unix.TCP_INFO,
-			uintptr(unsafe.Pointer(&state)), uintptr(unsafe.Pointer(&n)), 0)
-		if errno != 0 {
-			return errno
-		}
-		closed = state[0] == tcpClosed
-		return nil
+		state, err := tcpState(fd)
+		closed = state == tcpClosed
+		return err
 	})
 	return closed, err == nil
+}
+
+// tcpState returns a TCP socket's state.
+func tcpState(fd int) (uint8, error) {
+	var state [4]byte // the first bytes of TCP_INFO
+	n := uint32(len(state))
+	_, _, errno := unix.RawSyscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.IPPROTO_TCP, unix.TCP_INFO,
+		uintptr(unsafe.Pointer(&state)), uintptr(unsafe.Pointer(&n)), 0)
+	if errno != 0 {
+		return 0, errno
+	}
+	return state[0], nil
 }
 
 // unacked is how many bytes, a FIN included, the peer hasn't acknowledged.
@@ -133,7 +147,7 @@ func peerOf(s Stream) *credentials {
 
 // waitHangUp blocks until the peer has reset c or c's read deadline has passed,
 // and reads nothing. A FIN alone is no hang-up: the peer may still be reading.
-func waitHangUp(c *net.TCPConn) bool {
+func waitHangUp(c syscall.Conn) bool {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return false
@@ -166,33 +180,41 @@ const ownKeepAlive = true
 
 // Set sets the options on a TCP socket, unless k turns keepalive off or the socket has it on already.
 // Accepted sockets inherit those of a listening one.
-func (k KeepAlive) Set(raw syscall.RawConn) error {
+func (k KeepAlive) Set(raw syscall.RawConn) (err error) {
 	if k.Idle <= 0 {
 		return nil
 	}
-	seconds := func(d time.Duration) int { return int((d + time.Second - 1) / time.Second) }
-	var err error
-	cerr := raw.Control(func(fd uintptr) {
-		if on, e := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_KEEPALIVE); e != nil || on != 0 {
-			err = os.NewSyscallError("getsockopt SO_KEEPALIVE", e)
-			return
-		}
-		for _, o := range []struct {
-			text               string
-			level, name, value int
-		}{
-			{"SO_KEEPALIVE", unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1},
-			{"TCP_KEEPIDLE", unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, seconds(k.Idle)},
-			{"TCP_KEEPINTVL", unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, seconds(k.Interval)},
-			{"TCP_KEEPCNT", unix.IPPROTO_TCP, unix.TCP_KEEPCNT, k.Count},
-		} {
-			if err = unix.SetsockoptInt(int(fd), o.level, o.name, o.value); err != nil {
-				err = os.NewSyscallError("setsockopt "+o.text, err)
-				return
-			}
-		}
-	})
+	cerr := raw.Control(func(fd uintptr) { err = k.setOn(int(fd)) })
 	return errors.Join(cerr, err)
+}
+
+func (k KeepAlive) setOn(fd int) error {
+	if on, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE); err != nil || on != 0 {
+		return os.NewSyscallError("getsockopt SO_KEEPALIVE", err)
+	}
+	seconds := func(d time.Duration) int { return int((d + time.Second - 1) / time.Second) }
+	for _, o := range []struct {
+		text               string
+		level, name, value int
+	}{
+		{"SO_KEEPALIVE", unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1},
+		{"TCP_KEEPIDLE", unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, seconds(k.Idle)},
+		{"TCP_KEEPINTVL", unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, seconds(k.Interval)},
+		{"TCP_KEEPCNT", unix.IPPROTO_TCP, unix.TCP_KEEPCNT, k.Count},
+	} {
+		if err := unix.SetsockoptInt(fd, o.level, o.name, o.value); err != nil {
+			return os.NewSyscallError("setsockopt "+o.text, err)
+		}
+	}
+	return nil
+}
+
+// force sets them whatever the socket has inherited.
+func (k KeepAlive) force(fd int) {
+	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE, 0)
+	if k.Idle > 0 {
+		_ = k.setOn(fd)
+	}
 }
 
 // connectSocket is Connect's connect(2). It may take long where a sandbox's supervisor is asked first.
@@ -201,13 +223,7 @@ func connectSocket(raw syscall.RawConn, to netip.AddrPort) {
 		return
 	}
 	_ = raw.Control(func(fd uintptr) {
-		var sa unix.Sockaddr
-		if a := to.Addr().Unmap(); a.Is4() {
-			sa = &unix.SockaddrInet4{Port: int(to.Port()), Addr: a.As4()}
-		} else {
-			sa = &unix.SockaddrInet6{Port: int(to.Port()), Addr: a.As16()}
-		}
-		_ = unix.Connect(int(fd), sa)
+		_ = unix.Connect(int(fd), sockaddr(to))
 	})
 }
 

@@ -3,7 +3,6 @@
 package proxy
 
 import (
-	"net"
 	"net/netip"
 	"syscall"
 	"time"
@@ -32,7 +31,7 @@ func unacked(Stream) (n int, ok bool) { return 0, false }
 func takeError(Stream) error { return nil }
 
 // waitHangUp can't see a reset without reading here.
-func waitHangUp(*net.TCPConn) bool { return false }
+func waitHangUp(syscall.Conn) bool { return false }
 
 // boundQueues leaves the kernel's own limits.
 func boundQueues(Stream) {}

@@ -18,7 +18,7 @@ type kernel struct{ k *splice.Kernel }
 
 func (b kernel) Listen(ln *net.TCPListener) (func(), error) { return b.k.Listen(ln) }
 
-func (b kernel) Claim(down *net.TCPConn) (Candidate, splice.Reason) {
+func (b kernel) Claim(down splice.Socket) (Candidate, splice.Reason) {
 	c, reason := b.k.Claim(down)
 	if c == nil { // and no Candidate that holds a nil
 		return nil, reason
@@ -28,7 +28,7 @@ func (b kernel) Claim(down *net.TCPConn) (Candidate, splice.Reason) {
 
 type candidate struct{ *splice.Candidate }
 
-func (c candidate) Pair(up *net.TCPConn, ahead splice.Ahead) (Route, splice.Reason) {
+func (c candidate) Pair(up splice.Socket, ahead splice.Ahead) (Route, splice.Reason) {
 	r, reason := c.Candidate.Pair(up, ahead)
 	if r == nil {
 		return nil, reason

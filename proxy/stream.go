@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"net"
+	"net/netip"
 	"syscall"
 
 	"shunt/splice"
@@ -29,6 +30,15 @@ type ListenFunc func(ctx context.Context) (net.Listener, error)
 // control, where that isn't nil, before it connects. The goroutine that it runs in serves other connections later: it must
 // not leave its thread locked.
 type DialFunc func(ctx context.Context, conn uint64, down Stream, control ControlFunc) (Stream, error)
+
+// Direct is an upstream that can be connected without waiting, since nothing has to be looked up.
+type Direct struct {
+	// Addr is on the loopback interface; others are left to DialFunc.
+	Addr netip.AddrPort
+	// Prepare and Connected, unless nil, set options on the socket before and after it is connected. They must not wait. After an
+	// error the socket is closed, and DialFunc called.
+	Prepare, Connected func(fd int) error
+}
 
 // Way is the directions that carry bytes.
 type Way uint8
@@ -66,9 +76,8 @@ type LegPolicy struct {
 	OnFIN FINPolicy
 }
 
-// Trace is told of connections as things happen to them. Its functions may be nil; they are called from
-// the connections' own goroutines, for different connections at the same
-// time, and hold the connection up while they run.
+// Trace is told of connections as things happen to them. Its functions may be nil; they are called for different
+// connections at the same time, hold the connection up while they run, and may hold others up, too: they must not wait.
 type Trace struct {
 	// Listening: the listening socket is open.
 	Listening func(addr net.Addr)
@@ -83,17 +92,25 @@ type Trace struct {
 }
 
 // tcpOf returns s as a TCP connection, or nil.
-func tcpOf(s Stream) *net.TCPConn {
-	t, _ := s.(*net.TCPConn)
-	return t
+func tcpOf(s Stream) splice.Socket {
+	switch s := s.(type) {
+	case *net.TCPConn:
+		return s
+	case interface { // a socket
+		splice.Socket
+		isTCP()
+	}:
+		return s
+	}
+	return nil
 }
 
 // notTCP is the reason why s can't be bypassed; empty for TCP.
 func notTCP(s Stream) splice.Reason {
-	switch s.(type) {
-	case *net.TCPConn:
+	if tcpOf(s) != nil {
 		return ""
-	case *net.UnixConn:
+	}
+	if _, ok := s.(*net.UnixConn); ok {
 		return splice.ReasonUnix
 	}
 	return splice.ReasonNotTCP

@@ -11,6 +11,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"shunt/splice"
 )
 
 // setTransparent lets a socket use addresses that aren't this host's. The
@@ -78,7 +80,7 @@ const soOriginalDst = 80 // SO_ORIGINAL_DST, and IP6T_SO_ORIGINAL_DST
 
 // natDestination returns where c's client wanted to before this host
 // translated it; false where nothing was translated, or nothing is known of it.
-func natDestination(c *net.TCPConn) (dst netip.AddrPort, ok bool) {
+func natDestination(c splice.Socket) (dst netip.AddrPort, ok bool) {
 	v4 := addrOf(c.LocalAddr()).Addr().Is4()
 	err := control(c, func(fd int) error {
 		if v4 {

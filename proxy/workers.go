@@ -32,12 +32,25 @@ type job struct {
 	moves bool
 	d     splice.Direction
 	fresh bool
+
+	// ended: nothing is left but to say so.
+	ended bool
+
+	// over: the direction has ended, with err.
+	over  bool
+	wrote bool
+	err   error
 }
 
 func (j job) do() {
-	if j.moves {
+	switch {
+	case j.ended:
+		j.c.ended(j.d)
+	case j.over:
+		j.c.conclude(j.d, endOf(j.err), j.wrote, j.err)
+	case j.moves:
 		j.c.move(j.d, j.fresh)
-	} else {
+	default:
 		j.c.serve()
 	}
 }

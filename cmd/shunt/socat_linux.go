@@ -253,6 +253,7 @@ func (f *forwarding) listener() proxy.Listener {
 	l.Name, l.Upstream, l.Bypass = f.down.text, f.up.text, line.bypass
 	l.MaxConnections = int(f.down.number("max-children", 0))
 	l.ListenFunc, l.DialFunc, l.Admit = f.openDown, f.openUp, f.admit
+	l.Direct = f.direct()
 	l.Once = !f.fork
 	l.QuietEnds = true
 	l.KeepAlive = keepAlive(f.up)

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -610,6 +611,45 @@ func (f *forwarding) connectTCP(ctx context.Context, a *address, control proxy.C
 		}
 	}
 	return nil, last
+}
+
+// directOptions are those beside socket options that an upstream may have which is connected at once.
+var directOptions = []string{"retry", "forever", "interval", "connect-timeout", "pf"}
+
+// direct is the upstream where it has a numeric address, and nothing is asked for that takes more than a system call; or nil.
+func (f *forwarding) direct() *proxy.Direct {
+	a := f.up
+	if f.swapped || a.typ.kind != tcpConnect || f.log.shows('N') || slices.ContainsFunc([]string{"linger", "setsockopt", "setsockopt-int", "setsockopt-string"}, func(name string) bool { return f.down.get(name) != nil }) {
+		return nil // a socket that lingers holds its closer up
+	}
+	for i := range a.options {
+		name := a.options[i].opt.names[0]
+		if _, ok := sockOptions[name]; !ok && !slices.Contains(directOptions, name) {
+			return nil
+		}
+	}
+	ip, err := netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(a.params[0], "["), "]"))
+	if err != nil {
+		return nil
+	}
+	port, err := strconv.ParseUint(a.params[1], 10, 16)
+	if err != nil || port == 0 {
+		return nil
+	}
+	d := &proxy.Direct{Addr: netip.AddrPortFrom(ip.Unmap(), uint16(port))}
+	if ips, err := f.resolve(context.Background(), a, a.params[0]); err != nil || len(ips) != 1 || ips[0] != d.Addr.Addr() {
+		return nil
+	}
+	if a.anyDue(onDialling) {
+		d.Prepare = func(fd int) error { return f.setOptions(a, fd, onDialling) }
+	}
+	if tunesKeepAlive(a) {
+		return nil
+	}
+	if a.anyDue(onConnecting) {
+		d.Connected = func(fd int) error { return f.setOptions(a, fd, onConnecting) }
+	}
+	return d
 }
 
 // lowports is the range that lowport takes a port from.
