@@ -26,7 +26,7 @@ func TestWhatIsDirect(t *testing.T) {
 		{"TCP-LISTEN:1,fork TCP:127.0.0.1:9,netns=x", false},
 		{"TCP-LISTEN:1,fork TCP:127.0.0.1:9,linger=3", false},
 		{"TCP-LISTEN:1,fork,linger=3 TCP:127.0.0.1:9", false},
-		{"TCP-LISTEN:1,fork,setsockopt=1:13:x0100000003000000 TCP:127.0.0.1:9", false},
+		{"TCP-LISTEN:1,fork,setsockopt=1:13:i1 TCP:127.0.0.1:9", false},
 		{"TCP-LISTEN:1,fork TCP:127.0.0.1:9,so-bindtodevice=lo", false},
 		{"TCP-LISTEN:1,fork TCP:127.0.0.1:9,ip-transparent", false},
 		{"TCP-LISTEN:1,fork TCP:127.0.0.1:9,keepidle=5", false},
