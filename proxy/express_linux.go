@@ -43,8 +43,8 @@ func (l *listener) newAccepter(ln net.Listener) *accepter {
 	// With a time to linger, close(2) waits.
 	lingers := false
 	_ = raw.Control(func(fd uintptr) {
-		l, err := unix.GetsockoptLinger(int(fd), unix.SOL_SOCKET, unix.SO_LINGER)
-		lingers = err != nil || l.Onoff != 0 && l.Linger > 0
+		o, err := unix.GetsockoptLinger(int(fd), unix.SOL_SOCKET, unix.SO_LINGER)
+		lingers = err != nil || o.Onoff != 0 && o.Linger > 0
 	})
 	if lingers {
 		file.Close()

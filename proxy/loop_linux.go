@@ -9,7 +9,6 @@ import (
 	"sync"
 	"syscall"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -223,13 +222,10 @@ func (c *conn) turn(d splice.Direction, ending bool, buf []byte) {
 	c.mu.Lock()
 	c.unrest(int(d))
 	c.mu.Unlock()
-	src := &c.legs[d]
-	if err == io.EOF && !src.sentFIN.Load() {
-		if closed, ok := isClosed(src.sock); ok && closed {
-			err = errJudge
-		}
-	}
 	switch {
+	case err == io.EOF && c.mayBeReset(d):
+		c.l.srv.workers.start(job{c: c, d: d, over: true})
+		c.leaveLoop()
 	case err == io.EOF, errors.Is(err, net.ErrClosed):
 		if err == io.EOF {
 			c.finish(d)
@@ -244,15 +240,20 @@ func (c *conn) turn(d splice.Direction, ending bool, buf []byte) {
 		c.l.srv.workers.start(job{c: c, moves: true, d: d, fresh: true})
 		c.leaveLoop()
 	default:
-		if err == errJudge {
-			err = nil
-		}
-		c.l.srv.workers.start(job{c: c, moves: true, d: d, over: true, wrote: wrote, err: err})
+		c.l.srv.workers.start(job{c: c, d: d, over: true, wrote: wrote, err: err})
 		c.leaveLoop()
 	}
 }
 
-var errJudge = errors.New("an end that has to be looked at")
+// mayBeReset says that d's end of file needs judgeEOF, which may wait.
+func (c *conn) mayBeReset(d splice.Direction) bool {
+	src := &c.legs[d]
+	if src.sentFIN.Load() {
+		return false
+	}
+	closed, ok := isClosed(src.sock)
+	return ok && closed
+}
 
 // take carries what is there in direction d, if that is little. No error: that was all. io.EOF: after FIN.
 // splice.ErrWait: a goroutine has to go on. Another one: the source's end, or the destination's (wrote).
@@ -272,7 +273,7 @@ func (c *conn) take(d splice.Direction, ending bool, buf []byte) (wrote bool, er
 	for {
 		var n, w int
 		err := src.control(func(fd int) (err error) {
-			n, err = receive(fd, buf)
+			n, err = splice.Receive(fd, buf, 0)
 			return err
 		})
 		switch {
@@ -284,7 +285,7 @@ func (c *conn) take(d splice.Direction, ending bool, buf []byte) (wrote bool, er
 			return false, io.EOF
 		}
 		err = dst.control(func(fd int) (err error) {
-			w, err = transmit(fd, buf[:n])
+			w, err = splice.Send(fd, buf[:n])
 			return err
 		})
 		f.copied.Add(uint64(w))
@@ -300,31 +301,6 @@ func (c *conn) take(d splice.Direction, ending bool, buf []byte) (wrote bool, er
 		case !ending:
 			// Less than was asked for: whatever comes later comes with another event.
 			return false, nil
-		}
-	}
-}
-
-// receive and transmit don't wait, so the runtime isn't told of them.
-func receive(fd int, b []byte) (n int, err error) {
-	for {
-		r, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(fd), uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT, 0, 0)
-		if errno == 0 {
-			return int(r), nil
-		}
-		if errno != unix.EINTR {
-			return 0, errno
-		}
-	}
-}
-
-func transmit(fd int, b []byte) (n int, err error) {
-	for {
-		r, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
-		if errno == 0 {
-			return int(r), nil
-		}
-		if errno != unix.EINTR {
-			return 0, errno
 		}
 	}
 }

@@ -7,7 +7,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -120,7 +119,7 @@ func (r *Route) Forward(d Direction) (sum uint64, _ error) {
 			if buf == nil {
 				buf = buffers.Get().(*[]byte)
 			}
-			n, rerr = receive(fd, (*buf)[:most], peek)
+			n, rerr = Receive(int(fd), (*buf)[:most], peek)
 			if rerr == unix.EAGAIN {
 				buffers.Put(buf)
 				buf = nil
@@ -174,7 +173,7 @@ func (r *Route) Take(d Direction, ending bool, buf []byte) (sum uint64, _ error)
 		}
 		var n, m int
 		err := withFD(src, func(fd int) (err error) {
-			n, err = receive(uintptr(fd), b, peek)
+			n, err = Receive(fd, b, peek)
 			return err
 		})
 		switch {
@@ -186,7 +185,7 @@ func (r *Route) Take(d Direction, ending bool, buf []byte) (sum uint64, _ error)
 			return sum, io.EOF
 		}
 		err = withFD(dst, func(fd int) (err error) {
-			m, err = transmit(uintptr(fd), b[:n])
+			m, err = Send(fd, b[:n])
 			return err
 		})
 		sum += uint64(m)
@@ -211,34 +210,6 @@ func (r *Route) Take(d Direction, ending bool, buf []byte) (sum uint64, _ error)
 			return sum, ErrWait
 		case !ending:
 			return sum, nil
-		}
-	}
-}
-
-// transmit is send(2) that doesn't wait.
-func transmit(fd uintptr, b []byte) (n int, err error) {
-	for {
-		r, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
-		switch errno {
-		case 0:
-			return int(r), nil
-		case unix.EINTR:
-		default:
-			return 0, errno
-		}
-	}
-}
-
-// receive is recv(2) that doesn't wait. The runtime need not know of it.
-func receive(fd uintptr, b []byte, flags int) (n int, err error) {
-	for {
-		r, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), uintptr(flags|unix.MSG_DONTWAIT), 0, 0)
-		switch errno {
-		case 0:
-			return int(r), nil
-		case unix.EINTR:
-		default:
-			return 0, errno
 		}
 	}
 }
